@@ -147,7 +147,7 @@ impl Step {
     fn new(args: &Args, model: &DecoderConfig, device: &Device) -> Result<Self> {
         let parameters = Parameters::init(model, 0, device)?;
         let decoder = decoder_in(model, &parameters, args.dtype)?
-            .with_activation_checkpointing(args.checkpointing);
+            .with_activation_checkpointing(args.checkpointing)?;
         let output = match args.dtype {
             DType::F32 => parameters.get(decoder.output_name()).cloned(),
             _ => Some(Var::from_tensor(decoder.output_weight())?),

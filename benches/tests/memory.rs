@@ -11,12 +11,12 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::{PolicyLoss, Recipe};
 use candle_grpo_nn::optim::{MasterWeights, StateForm};
 use candle_grpo_nn::{
-    AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, ModelType, PagedCache,
-    Parameters,
+    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
+    ModelType, PagedCache, Parameters,
 };
 use candle_grpo_test_support::is_long;
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, MemoryPlan, Reference};
+use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
 use candle_grpo_train::{
@@ -145,7 +145,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
         policy_loss: PolicyLoss::default(),
         optimizer: AdamWConfig::default(),
         temperature: 1.,
-        activation_checkpointing: false,
+        activation_checkpointing: ActivationCheckpointing::default(),
         compute_dtype: ComputeDType::Bf16,
         router_aux_loss_coef: 0.,
         distillation_loss: None,
@@ -208,6 +208,8 @@ struct Measured {
     /// The number of tokens in each demonstration.
     demonstration_tokens: usize,
     has_teacher: bool,
+    /// The number of prompts with one completion each that are drawn after each step.
+    evaluated: usize,
 }
 
 impl Measured {
@@ -229,29 +231,43 @@ impl Measured {
             response_tokens: 80,
             demonstration_tokens: 0,
             has_teacher: false,
+            evaluated: 0,
         }
     }
 
     fn plan(&self) -> anyhow::Result<MemoryPlan> {
         let demonstration = self.demonstration_tokens;
         let plan = MemoryPlan::new(&self.model, &self.config, self.prompt_tokens, demonstration)?;
-        Ok(if self.has_teacher {
+        let plan = if self.has_teacher {
             plan.with_teacher(&self.model, ComputeDType::F32)
         } else {
             plan
-        })
+        };
+        let draws = Draws {
+            prompts: self.evaluated,
+            samples_per_prompt: 1,
+            prompt_tokens: self.prompt_tokens,
+            sampling: &self.config.sampling,
+        };
+        plan.with_evaluation(&self.model, &self.config, draws)
     }
 
     /// The peak in the second step, because in the first one the optimizer has no state.
     fn peak(mut self) -> anyhow::Result<usize> {
         let alphabet = "abcdefghijklmnopqrstuvwxyz";
         let tokenizer = character_tokenizer(alphabet)?;
-        let text = |at: usize| alphabet.chars().cycle().skip(at).take(self.prompt_tokens);
-        let prompts = (0..self.config.prompts_per_step).map(|at| {
-            let text: String = text(at).collect();
+        // The first two letters differ, or prompts would share their beginnings.
+        let prompt = |at: usize| {
+            let first = [at, at / 26].into_iter();
+            let rest = first.filter_map(|at| alphabet.chars().nth(at % 26));
+            let text = rest.chain(alphabet.chars().cycle().skip(at));
+            let text: String = text.take(self.prompt_tokens).collect();
             Prompt::new(at as u64, &text, serde_json::Value::Null, &tokenizer)
-        });
+        };
+        let prompts = (0..self.config.prompts_per_step).map(prompt);
         let prompts = prompts.collect::<anyhow::Result<Vec<_>>>()?;
+        let held_out = (0..self.evaluated).map(prompt);
+        let held_out = held_out.collect::<anyhow::Result<Vec<_>>>()?;
         let reward = |sample: &Sample| (sample.completion_tokens[0] % 7) as f32;
         let (base, dtype) = self.config.stored_form();
         let parameters = Parameters::init(&self.model, 0, &Device::Cpu)?;
@@ -267,6 +283,7 @@ impl Measured {
             anyhow::Ok((rows, order))
         });
         self.config.sampling.max_new_tokens = self.response_tokens;
+        let sampling = self.config.sampling.clone();
         let mut trainer = Trainer::new(TrainerParts {
             teacher: teacher.map(|teacher| Arc::new(teacher) as _),
             demonstrations: demonstrations.transpose()?,
@@ -282,6 +299,10 @@ impl Measured {
         trainer.step()?;
         restart_peak();
         assert!(!trainer.step()?.skipped);
+        if !held_out.is_empty() {
+            let sampler = trainer.sampler(sampling)?;
+            sampler.sample(&held_out.iter().collect::<Vec<_>>(), 1, 0)?;
+        }
         let most = peak();
         drop(trainer);
         // What is left are the buffers of threads, which are not tensors.
@@ -386,20 +407,27 @@ const CHANGES: &[(&str, Change)] = &[
         m.response_tokens = 50;
     }),
     ("checkpointing", |m| {
-        m.config.activation_checkpointing = true
+        m.config.activation_checkpointing = true.into();
     }),
     ("checkpointing in one pass", |m| {
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 16;
     }),
     ("untied with checkpointing in one pass", |m| {
         m.model.tie_word_embeddings = false;
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
+        m.config.micro_batch_size = 16;
+    }),
+    ("checkpointing of some layers", |m| {
+        m.config.activation_checkpointing = ActivationCheckpointing::Layers(4);
+    }),
+    ("checkpointing of most layers in one pass", |m| {
+        m.config.activation_checkpointing = ActivationCheckpointing::Layers(7);
         m.config.micro_batch_size = 16;
     }),
     ("large vocabulary", |m| {
         m.model.vocab_size = 20_000;
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
     }),
     ("bf16", |m| m.config.compute_dtype = ComputeDType::Bf16),
     ("master weights in bf16", |m| {
@@ -427,22 +455,32 @@ const CHANGES: &[(&str, Change)] = &[
     // Sampling takes more than training.
     ("packed", |m| {
         m.with_adapters(1);
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 4;
     }),
     ("many prompts", |m| {
         m.with_adapters(1);
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
         m.config.micro_batch_size = 1;
         (m.config.prompts_per_step, m.config.num_generations) = (16, 2);
         m.prompt_tokens = 230;
         m.with_responses_of(20);
     }),
+    ("evaluation", |m| {
+        m.evaluated = 200;
+        m.with_responses_of(20);
+    }),
+    // Too few tokens to copy weights for them.
+    ("short evaluation", |m| {
+        m.evaluated = 256;
+        m.prompt_tokens = 96;
+        m.with_responses_of(8);
+    }),
     ("reference", |m| m.config.recipe = Recipe::openrlhf()),
     ("critic", Measured::with_critic),
     ("critic with checkpointing", |m| {
         m.with_critic();
-        m.config.activation_checkpointing = true;
+        m.config.activation_checkpointing = true.into();
     }),
     ("teacher", Measured::with_teacher),
     ("teacher in one pass", |m| {
@@ -468,7 +506,7 @@ impl Measured {
 
     fn with_micro_batches_of(&mut self, tokens: usize) {
         self.config.micro_batch_size = TrainConfig::default().micro_batch_size;
-        self.config.micro_batch_tokens = Some(tokens);
+        self.config.micro_batch_tokens = Some(tokens.into());
     }
 
     fn with_adapters(&mut self, rank: usize) {
@@ -522,6 +560,9 @@ fn the_plan_of_tensors_is_at_most_10_percent_above_the_peak(
         "one pass",
         "first pass longer",
         "checkpointing in one pass",
+        "checkpointing of some layers",
+        "checkpointing of most layers in one pass",
+        "short evaluation",
         "adapters in bf16",
         "quantized in bf16",
         "packed",
@@ -582,7 +623,11 @@ fn the_plan_holds_for_every_setting(#[case] model: DecoderConfig) -> anyhow::Res
 })]
 #[case::checkpointing(|c: &mut SftConfig| {
     c.micro_batch_tokens = 1600;
-    c.activation_checkpointing = true;
+    c.activation_checkpointing = true.into();
+})]
+#[case::checkpointing_of_some_layers(|c: &mut SftConfig| {
+    c.micro_batch_tokens = 1600;
+    c.activation_checkpointing = ActivationCheckpointing::Layers(5);
 })]
 fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
     #[case] change: fn(&mut SftConfig),

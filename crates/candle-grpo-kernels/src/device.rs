@@ -43,6 +43,30 @@ pub fn cuda_device_count() -> Result<usize> {
     Ok(0)
 }
 
+/// A device's memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Memory that no process uses.
+    pub free: usize,
+    /// All memory.
+    pub total: usize,
+}
+
+/// Returns the memory of a CUDA device.
+///
+/// # Errors
+///
+/// Fails if `device` is not a CUDA device, or the driver does not respond.
+pub fn cuda_memory(device: &Device) -> Result<DeviceMemory> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::device::memory(device);
+    #[cfg(not(feature = "cuda"))]
+    candle_core::bail!(
+        "device: {:?}, must be a CUDA device, in a program with the feature cuda",
+        device.location()
+    )
+}
+
 /// Returns whether this process computes on CUDA devices. This requires the feature `cuda`, and is
 /// off if the variable `CUDA_VISIBLE_DEVICES` hides all devices: if it is empty, or begins with -1
 /// or `NoDevFiles`.

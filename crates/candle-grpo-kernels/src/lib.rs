@@ -117,7 +117,9 @@ pub use check::TEMPERATURES;
 pub use cpu::instructions::CpuInstructions;
 #[cfg(feature = "cuda")]
 pub use cuda::recording::Recording;
-pub use device::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
+pub use device::{
+    DeviceMemory, cuda_device, cuda_device_count, cuda_is_enabled, cuda_memory, default_device,
+};
 pub use ensure_gradients::{ensure_gradients, ensure_reached};
 pub use ops::adamw::moments::{moment_blocks, moment_codes};
 pub use ops::adamw::rounding::Rounding;

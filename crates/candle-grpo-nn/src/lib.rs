@@ -73,7 +73,10 @@ pub use adapters::{Lora, LoraConfig};
 pub use compute_dtype::ComputeDType;
 pub use config::{DecoderConfig, LayerType, ModelType, RopeScaling, SequenceClassifierConfig};
 pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};
-pub use model::{Backward, Decoder, LanguageModel, ModelConfig, SequenceClassifier, ValueHead};
+pub use model::{
+    ActivationCheckpointing, Backward, Decoder, LanguageModel, ModelConfig, SequenceClassifier,
+    ValueHead,
+};
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{

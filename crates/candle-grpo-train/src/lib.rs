@@ -76,8 +76,10 @@ mod teacher;
 pub use candle_grpo_base::secrets::hide_from_programs;
 pub use candle_grpo_base::{Interrupted, Progress, find_invalid, progress};
 pub use candle_grpo_hub as hub;
-pub use candle_grpo_kernels::{cuda_device, cuda_device_count, cuda_is_enabled, default_device};
-pub use candle_grpo_nn::ComputeDType;
+pub use candle_grpo_kernels::{
+    DeviceMemory, cuda_device, cuda_device_count, cuda_is_enabled, cuda_memory, default_device,
+};
+pub use candle_grpo_nn::{ActivationCheckpointing, ComputeDType};
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use error_kind::ErrorKind;
 pub use learn::{

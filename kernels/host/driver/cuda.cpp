@@ -573,6 +573,12 @@ CUresult cuEventSynchronize(void* handle) {
     return broken;
 }
 
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+    CALL_IN_CONTEXT;
+    *total = total_memory;
+    *free = total_memory - devices[current_device()].used_bytes;
+    return SUCCESS;
+}
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
     CALL_IN_CONTEXT;
     return allocate(pointer, bytes, current_device());

@@ -8,6 +8,8 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
 use candle_core::{CudaDevice, Device, Error, Result, bail};
 
+use crate::DeviceMemory;
+
 /// The handle for `CU_STREAM_PER_THREAD`, the stream that differs between threads.
 const PER_THREAD: usize = 2;
 
@@ -28,6 +30,13 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
 pub(crate) fn count() -> Result<usize> {
     let count = CudaContext::device_count().map_err(Error::wrap)?;
     usize::try_from(count).map_err(Error::wrap)
+}
+
+/// Returns the memory of a device.
+pub(crate) fn memory(device: &Device) -> Result<DeviceMemory> {
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let (free, total) = stream.context().mem_get_info().map_err(Error::wrap)?;
+    Ok(DeviceMemory { free, total })
 }
 
 /// Turns off events and keeps freed memory.

@@ -10,10 +10,10 @@ use candle_grpo_kernels::{
     KeyValuePages, LogProbOptions, PrefixTree, Rounding, RowMap, Sequences, SlotRows, add_bias,
     add_bias_gradient, add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype,
     attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device,
-    cuda_device_count, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
-    gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob, rms_norm,
-    rms_norm_gradient, rope, rope_angles, rope_gradient, scale_gradients, squared_gradient_norms,
-    swiglu, swiglu_gradient,
+    cuda_device_count, cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens,
+    embedding, gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob,
+    rms_norm, rms_norm_gradient, rope, rope_angles, rope_gradient, scale_gradients,
+    squared_gradient_norms, swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
 
@@ -234,6 +234,20 @@ fn a_device_is_opened_once() -> Result<()> {
         assert_eq!(x.add(&y)?.to_vec1::<f32>()?, [2., 2.]);
     }
     assert!(cuda_device_count()? > 0);
+    Ok(())
+}
+
+#[test]
+fn a_device_has_free_memory() -> Result<()> {
+    assert!(cuda_memory(&Device::Cpu).is_err());
+    let Ok(device) = cuda() else {
+        println!("skipped: no GPU");
+        return Ok(());
+    };
+    let memory = cuda_memory(device)?;
+    assert!(memory.free > 0 && memory.free <= memory.total, "{memory:?}");
+    let _tensor = Tensor::zeros(1 << 20, DType::F32, device)?;
+    assert_eq!(cuda_memory(device)?.total, memory.total);
     Ok(())
 }
 

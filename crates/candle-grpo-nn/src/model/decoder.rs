@@ -17,8 +17,8 @@ use crate::model::rope::{Rope, RopeAngles};
 use crate::model::routes::{BalanceGradient, ExpertBalance, RouterChoice, Routes, balance};
 use crate::optim::grad_sink::GradSink;
 use crate::{
-    Backward, DecoderConfig, Decoding, Gradients, LanguageModel, PackedTokens, PagedCache,
-    Parameters,
+    ActivationCheckpointing, Backward, DecoderConfig, Decoding, Gradients, LanguageModel,
+    PackedTokens, PagedCache, Parameters,
 };
 
 /// A decoder-only transformer from one of the families in [`ModelType`](crate::ModelType), with the
@@ -45,7 +45,8 @@ pub struct Decoder {
     ropes: Vec<Rope>,
     output_scale: f64,
     logit_cap: Option<f64>,
-    activation_checkpointing: bool,
+    /// Number of blocks that the backward pass recomputes, beginning with the first one.
+    recomputed_blocks: usize,
     /// The same in all clones, which share their weights.
     #[cfg(feature = "cuda")]
     identity: std::sync::Arc<()>,
@@ -96,7 +97,7 @@ impl Decoder {
             logit_cap: architecture.logit_cap,
             embedding,
             output,
-            activation_checkpointing: false,
+            recomputed_blocks: 0,
             #[cfg(feature = "cuda")]
             identity: std::sync::Arc::default(),
         })
@@ -108,13 +109,18 @@ impl Decoder {
         std::sync::Arc::ptr_eq(&self.identity, &other.identity)
     }
 
-    /// Sets whether [`LanguageModel::record`] keeps only each block's input, and recomputes the
-    /// block in the backward pass. This saves all activations but one block's, and takes about a
-    /// third more time.
-    #[must_use]
-    pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
-        self.activation_checkpointing = on;
-        self
+    /// Sets the blocks of which [`LanguageModel::record`] keeps only the input, and which the
+    /// backward pass recomputes.
+    ///
+    /// # Errors
+    ///
+    /// If there are fewer blocks.
+    pub fn with_activation_checkpointing(
+        mut self,
+        checkpointing: impl Into<ActivationCheckpointing>,
+    ) -> Result<Self> {
+        self.recomputed_blocks = checkpointing.into().layers(&self.config)?;
+        Ok(self)
     }
 
     /// Computes the hidden states `[B, S, H]` after the final norm, divided by
@@ -292,10 +298,10 @@ impl LanguageModel for Decoder {
         let (mut x, mut change) = (self.embed(&input.ids)?, None);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         let mut routers = Vec::new();
-        for block in &self.blocks {
+        for (number, block) in self.blocks.iter().enumerate() {
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             routers.extend(record.router().cloned());
-            blocks.push(if self.activation_checkpointing {
+            blocks.push(if number < self.recomputed_blocks {
                 Kept::Input(record.into_input())
             } else {
                 Kept::All(Box::new(record))

@@ -8,51 +8,56 @@ use crate::config::architecture::{
 };
 use crate::decoding::pages_for;
 use crate::weights::base_weights::FrozenForm;
-use crate::{BaseWeights, DecoderConfig};
+use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig};
 
 /// Memory for a recorded pass, in bytes, without parameter gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedBytes {
     /// Tensors that the backward pass needs from the forward pass.
     pub kept: usize,
-    /// The first block's part of [`Self::kept`], which is released last.
-    pub first_block: usize,
-    /// Further tensors while a block's gradients are computed, at their peak. With activation
-    /// checkpointing, these include the recomputed block.
-    pub backward: usize,
+    /// Tensors while each block's gradients are computed, at their peak: those that are kept for
+    /// this block and the blocks before it, and further ones. For a checkpointed block these
+    /// include the recomputed block.
+    pub backward: Vec<usize>,
 }
 
 impl DecoderConfig {
     /// Memory for [`LanguageModel::record`](crate::LanguageModel::record) and its backward pass
     /// over `tokens` tokens in `dtype`. Attention computes `expanded` tokens: it counts shared
-    /// prefixes once per sequence. With `activation_checkpointing`, only each block's input is
-    /// kept.
+    /// prefixes once per sequence.
+    ///
+    /// # Errors
+    ///
+    /// If the model has fewer layers than `checkpointing`.
     pub fn recorded_bytes(
         &self,
         (tokens, expanded): (usize, usize),
         dtype: DType,
-        activation_checkpointing: bool,
-    ) -> RecordedBytes {
+        checkpointing: ActivationCheckpointing,
+    ) -> Result<RecordedBytes> {
         let hidden = self.hidden_size;
         let blocks = self.architecture().blocks;
-        let recorded: Vec<usize> = blocks.iter().map(|block| block.recorded(hidden)).collect();
-        let (kept, recomputed) = if activation_checkpointing {
-            let most = recorded.iter().max().copied();
-            (vec![hidden; blocks.len()], most.unwrap_or(0))
-        } else {
-            (recorded, 0)
-        };
-        let backward = blocks.iter().map(|block| block.backward(tokens, expanded));
-        let bytes = |elements: usize| elements * dtype.size_in_bytes();
-        RecordedBytes {
-            // The last norm has an input, too.
-            kept: bytes(tokens * (kept.iter().sum::<usize>() + hidden)),
-            first_block: bytes(tokens * kept.first().copied().unwrap_or(0)),
-            backward: bytes(
-                // The gradients with respect to a block's input and output.
-                tokens * (recomputed + 2 * hidden) + backward.max().unwrap_or(0),
-            ),
-        }
+        let recomputed_blocks = checkpointing.layers(self)?;
+        // The last norm has an input, too.
+        let mut kept = hidden;
+        let backward = blocks.iter().enumerate().map(|(number, block)| {
+            let recorded = block.recorded(hidden);
+            let recomputed = if number < recomputed_blocks {
+                kept += hidden;
+                recorded
+            } else {
+                kept += recorded;
+                0
+            };
+            // The gradients with respect to a block's input and output.
+            let others = tokens * (kept + recomputed + 2 * hidden);
+            (others + block.backward(tokens, expanded)) * dtype.size_in_bytes()
+        });
+        let backward = backward.collect();
+        Ok(RecordedBytes {
+            kept: tokens * kept * dtype.size_in_bytes(),
+            backward,
+        })
     }
 
     /// Bytes for the tensors of a pass over `tokens` tokens without gradients, at its peak.

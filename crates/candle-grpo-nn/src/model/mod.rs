@@ -3,6 +3,7 @@
 //! A family assembles its decoders from these parts. Each part has its forward and backward pass in
 //! one file. Sampling with a cache uses the same forward pass with a different context.
 
+mod activation_checkpointing;
 mod attention;
 mod block;
 mod decoder;
@@ -27,6 +28,7 @@ pub use crate::config::{
     DecoderConfig, LayerType, ModelType, RopeScaling, SequenceClassifierConfig,
 };
 pub use crate::router::{Router, RouterPass, Routing};
+pub use activation_checkpointing::ActivationCheckpointing;
 pub use decoder::Decoder;
 pub use language_model::{Backward, LanguageModel};
 pub use memory::RecordedBytes;

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 use serde::Serialize;
 
-use crate::{Decoder, DecoderConfig, LanguageModel};
+use crate::{ActivationCheckpointing, Decoder, DecoderConfig, LanguageModel};
 
 /// A [`LanguageModel`]'s configuration: everything except the weights.
 ///
@@ -92,16 +92,20 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
     /// Returns the maximum sequence length in tokens, prompt and completion together.
     fn max_positions(&self) -> usize;
 
-    /// Like [`Self::build`], for a model whose [`LanguageModel::record`] keeps only block inputs
-    /// and recomputes the rest in the backward pass.
+    /// Like [`Self::build`], for a model whose backward pass recomputes the layers that
+    /// `checkpointing` selects.
     ///
     /// # Errors
     ///
     /// Same as [`Self::build`]. The provided implementation always fails.
-    fn build_checkpointed(&self, vb: VarBuilder) -> Result<Self::Model> {
+    fn build_checkpointed(
+        &self,
+        vb: VarBuilder,
+        checkpointing: ActivationCheckpointing,
+    ) -> Result<Self::Model> {
         let _ = vb;
         bail!(
-            "activation_checkpointing: true, must be false for this model, which does not have it"
+            "activation_checkpointing: {checkpointing}, must be false for this model, which does not have it"
         )
     }
 
@@ -130,8 +134,12 @@ impl ModelConfig for DecoderConfig {
         self.longest_row()
     }
 
-    fn build_checkpointed(&self, vb: VarBuilder) -> Result<Decoder> {
-        Ok(Decoder::new(self, vb)?.with_activation_checkpointing(true))
+    fn build_checkpointed(
+        &self,
+        vb: VarBuilder,
+        checkpointing: ActivationCheckpointing,
+    ) -> Result<Decoder> {
+        Decoder::new(self, vb)?.with_activation_checkpointing(checkpointing)
     }
 
     fn decoder(&self) -> Option<&DecoderConfig> {

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
+    ActivationCheckpointing, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig,
+    PackedTokens, Parameters,
 };
 use rstest::rstest;
 use rstest_reuse::apply;
@@ -178,20 +179,41 @@ fn recorded_gradients_of_micro_batches_add_up() -> Result<()> {
 }
 
 #[test]
-fn checkpointing_gives_the_same_bits() -> Result<()> {
+fn checkpointing_of_any_layers_gives_the_same_bits() -> Result<()> {
     let model = Family::Llama.config(false);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let gradients =
         |checkpointing| recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing);
-    let (kept, again) = (gradients(false)?, gradients(true)?);
-    for (name, gradient) in kept.iter() {
-        assert_eq!(
-            max_difference(gradient, again.get(name).expect("a gradient"))?,
-            0.0
-        );
+    let kept = gradients(ActivationCheckpointing::All(false))?;
+    for checkpointing in [
+        ActivationCheckpointing::All(true),
+        ActivationCheckpointing::Layers(1),
+        ActivationCheckpointing::Layers(model.num_hidden_layers),
+    ] {
+        let again = gradients(checkpointing)?;
+        for (name, gradient) in kept.iter() {
+            let difference = max_difference(gradient, again.get(name).expect("a gradient"))?;
+            assert_eq!(difference, 0.0, "{checkpointing}: {name}");
+        }
     }
+    Ok(())
+}
+
+#[test]
+fn checkpointing_of_more_layers_than_there_are_is_an_error() -> Result<()> {
+    let model = Family::Llama.config(false);
+    let decoder = Decoder::new(&model, lively(&model)?.detached_var_builder())?;
+    let layers = model.num_hidden_layers + 1;
+    let error = decoder.with_activation_checkpointing(ActivationCheckpointing::Layers(layers));
+    assert_eq!(
+        message(error),
+        format!(
+            "activation_checkpointing: {layers}, must be true, false or at most {}, the number of layers of the model",
+            model.num_hidden_layers
+        )
+    );
     Ok(())
 }
 

@@ -48,7 +48,7 @@ fn pass(
     tokens: &PackedTokens,
     checkpointing: bool,
 ) -> Result<(Tensor, Gradients)> {
-    let decoder = decoder(parameters)?.with_activation_checkpointing(checkpointing);
+    let decoder = decoder(parameters)?.with_activation_checkpointing(checkpointing)?;
     let (hidden, recorded) = decoder.record(tokens)?;
     let mut gradients = Gradients::new();
     recorded.backward(&(&hidden * 2.0)?, parameters, &mut gradients)?;
@@ -156,7 +156,7 @@ fn the_gradient_of_the_balance_agrees_with_finite_differences(
     let weights = [2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0];
     let coef = 3.0;
     let decoder = || -> Result<Decoder> {
-        Ok(decoder(&parameters)?.with_activation_checkpointing(checkpointing))
+        decoder(&parameters)?.with_activation_checkpointing(checkpointing)
     };
     let own = decoder()?;
     let (hidden, mut recorded) = own.record(&tokens)?;

@@ -69,7 +69,7 @@ fn shared_prefixes_keep_hidden_states_and_gradients(
     let model = family.config(true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?
-        .with_activation_checkpointing(checkpointing);
+        .with_activation_checkpointing(checkpointing)?;
     let (alone, shared) = both(&sequences())?;
     assert_eq!((alone.ids().dim(0)?, shared.ids().dim(0)?), (28, 15));
     let hidden_gradient = noise(28, model.hidden_size)?;

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_core::{D, DType, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, LayerType, ModelType, PackedTokens,
-    Parameters,
+    ActivationCheckpointing, Decoder, DecoderConfig, Gradients, LanguageModel, LayerType,
+    ModelType, PackedTokens, Parameters,
 };
 use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
 use rstest_reuse::template;
@@ -219,7 +219,7 @@ pub(crate) fn recorded_gradients(
     trained: &Parameters,
     ids: &Tensor,
     mask: &Tensor,
-    checkpointing: bool,
+    checkpointing: impl Into<ActivationCheckpointing>,
 ) -> Result<Gradients> {
     let mut gradients = Gradients::new();
     add_recorded(decoder, trained, ids, mask, checkpointing, &mut gradients)?;
@@ -232,7 +232,7 @@ pub(crate) fn add_recorded(
     trained: &Parameters,
     ids: &Tensor,
     mask: &Tensor,
-    checkpointing: bool,
+    checkpointing: impl Into<ActivationCheckpointing>,
     gradients: &mut Gradients,
 ) -> Result<()> {
     let ids = ids.to_dtype(DType::U32)?.to_vec2::<u32>()?;
@@ -246,7 +246,7 @@ pub(crate) fn add_recorded(
         tokens.push(real);
     }
     let pairs = counts.iter().filter(|&&count| count == 1).count() as f64;
-    let decoder = decoder.clone().with_activation_checkpointing(checkpointing);
+    let decoder = (decoder.clone()).with_activation_checkpointing(checkpointing)?;
     let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device())?)?;
     let hidden = Var::from_tensor(&hidden)?;
     let output_weight = match trained.get(decoder.output_name()) {

@@ -16,8 +16,8 @@ use candle_grpo_loss::{
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder, DecoderConfig,
-    Gradients, LanguageModel, Lora, ModelConfig, Parameters,
+    ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
+    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -44,11 +44,10 @@ pub struct ActorConfig {
     pub optimizer: AdamWConfig,
     /// The sampling temperature. Log-probs refer to the distribution at this temperature.
     pub temperature: f64,
-    /// If true, the forward pass keeps only the input of each block, and the backward pass
-    /// recomputes the rest. Memory then hardly grows with the number of blocks, for a third
-    /// more time.
+    /// The layers of which the forward pass keeps only the input, and which the backward pass
+    /// recomputes.
     #[serde(default)]
-    pub activation_checkpointing: bool,
+    pub activation_checkpointing: ActivationCheckpointing,
     /// The dtype of the policy's computation. Trained weights are f32, unless
     /// [`AdamWConfig::master_weights`] is bf16.
     #[serde(default)]
@@ -209,9 +208,9 @@ impl<M: LanguageModel> Actor<M> {
     /// Returns an error if `config` is not valid.
     pub fn from_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
         check::check(
-            !config.activation_checkpointing,
+            config.activation_checkpointing.is_off(),
             "activation_checkpointing",
-            true,
+            config.activation_checkpointing,
             "be false for a custom model",
         )?;
         ensure_f32(&config)?;
@@ -553,10 +552,9 @@ fn trained<'a>(adapters: &'a Option<Lora>, parameters: &'a Parameters) -> &'a Pa
 
 /// Builds the policy that trains.
 fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Result<C::Model> {
-    Ok(if config.activation_checkpointing {
-        model.build_checkpointed(vb)?
-    } else {
-        model.build(vb)?
+    Ok(match config.activation_checkpointing {
+        checkpointing if checkpointing.is_off() => model.build(vb)?,
+        checkpointing => model.build_checkpointed(vb, checkpointing)?,
     })
 }
 

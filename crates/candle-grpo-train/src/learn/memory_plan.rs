@@ -2,24 +2,30 @@
 
 use anyhow::Result;
 use candle_core::{DType, Shape};
+use candle_grpo_core::validate::at_least_one;
 use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
 use candle_grpo_nn::optim::{MasterWeights, StateForm};
-use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig};
+use candle_grpo_nn::{
+    ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
+};
 
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
-use crate::rollout::PREFILL_TOKENS;
+use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 use crate::sequence::response_forward::states_at_once;
-use crate::{CriticConfig, TrainConfig};
+use crate::{CriticConfig, SamplingConfig, TrainConfig};
 
 /// Buffers of matrix products on CUDA: the workspace of cuBLAS.
 const WORKSPACE: usize = 64 << 20;
 
-/// The pages of the allocator of `grpo` for small tensors and threads.
-const SMALL_TENSORS: usize = 112 << 20;
+/// The pages of the allocator of `grpo` for small tensors.
+const SMALL_TENSORS: usize = 100 << 20;
+
+/// The pages of the allocator of `grpo` that each thread keeps for its buffers.
+const PAGES_OF_THREAD: usize = 12 << 20;
 
 /// The buffers of matrix products on the CPU: about 1 MiB for each thread, and 4 MiB because
 /// threads overlap differently in each run.
@@ -83,9 +89,11 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions are drawn.
+    /// The cache of keys and values and the logits, while completions of a step are drawn.
     pub sampling: usize,
-    /// Copies of weights, while completions are drawn on the CPU
+    /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
+    pub evaluation: usize,
+    /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
     pub packed: usize,
     /// The program, its data set and its tokenizer, in main memory: 0 unless [`Self::in_program`]
@@ -111,14 +119,8 @@ impl MemoryPlan {
     ) -> Result<Self> {
         config.validate()?;
         let (group, step) = (config.num_generations, config.prompts_per_step);
-        let completions = Completions {
-            group,
-            prompt: prompt_tokens,
-            response: config.sampling.max_new_tokens.saturating_sub(1),
-        };
-        let sequences = config.mini_batch_size.unwrap_or(step * group);
-        let sequences = sequences.min(step * group);
-        let drawn_passes = completions.passes(config.micro_batches(), sequences);
+        let update = Update::new(config, prompt_tokens);
+        let drawn_passes = update.passes(config.micro_batches()?);
         let mut passes = drawn_passes.to_vec();
         if let Some(config) = &config.demonstrations {
             let sizes = (config.micro_batch_tokens, config.batch_size);
@@ -140,15 +142,15 @@ impl MemoryPlan {
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
         let needs = Needs::new(config, None);
-        let drawn = (step * group).min(config.sampling.max_batch_size);
-        let prefill = PREFILL_TOKENS.saturating_add(prompt_tokens);
-        let prefill = prefill.min(drawn.div_ceil(group) * prompt_tokens);
-        let prefill = model.forward_bytes(prefill, drawn_in);
-        let lengths = (prompt_tokens, config.sampling.max_new_tokens);
-        let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, drawn_in);
+        let draws = Draws {
+            prompts: step,
+            samples_per_prompt: group,
+            prompt_tokens,
+            sampling: &config.sampling,
+        };
         let mut plan = learning.plan(model)?;
         if let Some(critic) = &config.critic {
-            let bytes = critic_bytes(model, critic, &drawn_passes);
+            let bytes = critic_bytes(model, critic, &drawn_passes)?;
             plan.critic = bytes.0;
             plan.training = plan.training.max(bytes.1);
         }
@@ -163,14 +165,6 @@ impl MemoryPlan {
                 plan.weights / 2 + frozen(DType::F32)? - frozen(dtype.into())?
             }
         };
-        // The rows of adapters are padded, so that their copies have up to twice their size.
-        let packed = match (cuda_is_enabled(), &config.adapters) {
-            (true, _) => 0,
-            (false, None) => model.packed_bytes(BaseWeights::Dense, drawn_in)?,
-            (false, Some(_)) => {
-                model.packed_bytes(config.base_weights, drawn_in)? + 2 * plan.gradients
-            }
-        };
         Ok(Self {
             weights: plan.weights + copies,
             reference: match (&config.adapters, needs.reads(Source::Reference)) {
@@ -180,9 +174,29 @@ impl MemoryPlan {
                 (None, true) => all * DType::from(config.compute_dtype).size_in_bytes(),
                 _ => 0,
             },
-            sampling: cache + prefill.max(drawn * model.vocab_size * 4) + products(),
-            packed,
+            sampling: draws.bytes(model, drawn_in),
+            packed: draws.packed_bytes(model, config, plan.gradients)?,
             ..plan
+        })
+    }
+
+    /// Returns this plan with evaluations that draw `draws`, between steps with `config`.
+    ///
+    /// # Errors
+    ///
+    /// If the settings of the draws are not valid.
+    pub fn with_evaluation(
+        self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        draws: Draws<'_>,
+    ) -> Result<Self> {
+        draws.validate()?;
+        let packed = draws.packed_bytes(model, config, self.gradients)?;
+        Ok(Self {
+            evaluation: draws.bytes(model, config.rollout_dtype().into()),
+            packed: self.packed.max(packed),
+            ..self
         })
     }
 
@@ -200,17 +214,19 @@ impl MemoryPlan {
     /// Returns this plan on the CPU in a program of `bytes`, without tensors, that has mimalloc and
     /// keeps freed pages for the next step, as `grpo` does.
     ///
-    /// The pages without tensors are a bound of seven measured runs, see docs/llm.md. Tensors begin
+    /// The pages without tensors are a bound of measured runs, see docs/llm.md. Tensors begin
     /// slices of 64 KiB, and the gaps between them are resident, because the system has pages of 2
     /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
-    /// and the other way round. 112 MiB are those of small tensors and threads, with the 2 % that
-    /// peaks differ between runs.
+    /// and the other way round. 100 MiB are those of small tensors, with the 2 % that peaks differ
+    /// between runs, and 12 MiB those of each thread: it has its own pages of up to 4 MiB for
+    /// buffers of similar size.
     #[must_use]
     pub fn in_program(self, bytes: usize) -> Self {
-        let reused = self.training.min(self.sampling + self.packed);
+        let reused = self.training.min(self.drawing());
+        let threads = rayon::current_num_threads();
         Self {
             program: bytes,
-            allocator: self.peak() / 13 + reused / 8 + SMALL_TENSORS,
+            allocator: self.peak() / 13 + reused / 8 + SMALL_TENSORS + threads * PAGES_OF_THREAD,
             ..self
         }
     }
@@ -219,8 +235,77 @@ impl MemoryPlan {
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
-        let phase = self.training.max(self.sampling + self.packed);
+        let phase = self.training.max(self.drawing());
         self.program + self.allocator + kept + phase
+    }
+
+    /// The bytes while completions are drawn, for steps or evaluations.
+    fn drawing(&self) -> usize {
+        self.sampling.max(self.evaluation) + self.packed
+    }
+}
+
+/// Completions that are drawn together.
+#[derive(Debug, Clone, Copy)]
+pub struct Draws<'a> {
+    /// The number of prompts.
+    pub prompts: usize,
+    /// The number of completions of each prompt.
+    pub samples_per_prompt: usize,
+    /// The number of tokens of the longest prompt.
+    pub prompt_tokens: usize,
+    /// The settings.
+    pub sampling: &'a SamplingConfig,
+}
+
+impl Draws<'_> {
+    fn validate(&self) -> Result<()> {
+        at_least_one("samples_per_prompt", self.samples_per_prompt)?;
+        self.sampling.validate()
+    }
+
+    /// All completions.
+    fn total(&self) -> usize {
+        self.prompts.saturating_mul(self.samples_per_prompt)
+    }
+
+    /// The cache of keys and values and the logits, with weights in `dtype`.
+    fn bytes(&self, model: &DecoderConfig, dtype: DType) -> usize {
+        if self.total() == 0 {
+            return 0;
+        }
+        let (group, prompt) = (self.samples_per_prompt, self.prompt_tokens);
+        let drawn = self.total().min(self.sampling.max_batch_size);
+        let groups = drawn.div_ceil(group);
+        let lengths = (prompt, self.sampling.max_new_tokens);
+        let cache = model.cache_bytes((groups, group), lengths, dtype);
+        let prefill = PREFILL_TOKENS.saturating_add(prompt).min(groups * prompt);
+        let prefill = model.forward_bytes(prefill, dtype);
+        let logits = |rows: usize| rows * model.vocab_size * 4;
+        // Those after the prompts are concatenated.
+        let begun = logits(groups) + prefill.max(logits(groups));
+        cache + begun.max(logits(drawn)) + products()
+    }
+
+    /// The copies of weights that the CPU draws from. They are made once a batch is long enough.
+    fn packed_bytes(
+        &self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        adapters: usize,
+    ) -> Result<usize> {
+        let rounds = self.total().div_ceil(self.sampling.max_batch_size);
+        // The first token of each completion comes from the pass over its prompt.
+        let steps = rounds.saturating_mul(self.sampling.max_new_tokens.saturating_sub(1));
+        if cuda_is_enabled() || steps <= STEPS_BEFORE_PACKING {
+            return Ok(0);
+        }
+        let dtype = DType::from(config.rollout_dtype());
+        Ok(match &config.adapters {
+            None => model.packed_bytes(BaseWeights::Dense, dtype)?,
+            // The rows of adapters are padded, so that their copies have up to twice their size.
+            Some(_) => model.packed_bytes(config.base_weights, dtype)? + 2 * adapters,
+        })
     }
 }
 
@@ -237,8 +322,9 @@ pub(crate) struct Pass {
     is_supervised: bool,
 }
 
-/// The completions of a step, with their largest lengths.
-struct Completions {
+/// The completions of an update, with their largest lengths.
+pub(super) struct Update {
+    sequences: usize,
     /// The number of them for each prompt.
     group: usize,
     prompt: usize,
@@ -246,7 +332,29 @@ struct Completions {
     response: usize,
 }
 
-impl Completions {
+impl Update {
+    pub(super) fn new(config: &TrainConfig, prompt_tokens: usize) -> Self {
+        let all = config
+            .prompts_per_step
+            .saturating_mul(config.num_generations);
+        Self {
+            sequences: config.mini_batch_size.unwrap_or(all).min(all),
+            group: config.num_generations,
+            prompt: prompt_tokens,
+            response: config.sampling.max_new_tokens.saturating_sub(1),
+        }
+    }
+
+    /// The tokens of the longest sequence that the model reads.
+    pub(super) fn longest(&self) -> usize {
+        self.prompt + self.response
+    }
+
+    /// The tokens that the model reads, if it reads all sequences in one pass.
+    pub(super) fn tokens(&self) -> usize {
+        self.pass(self.sequences).tokens
+    }
+
     /// A pass over this number of completions.
     fn pass(&self, sequences: usize) -> Pass {
         let prompts = sequences.div_ceil(self.group);
@@ -258,9 +366,9 @@ impl Completions {
         }
     }
 
-    /// The longest passes over `sequences` completions: the first one, and those that follow it,
-    /// which may have no tokens.
-    fn passes(&self, size: MicroBatchSize, sequences: usize) -> [Pass; 2] {
+    /// The longest passes: the first one, and those that follow it, which may have no tokens.
+    fn passes(&self, size: MicroBatchSize) -> [Pass; 2] {
+        let sequences = self.sequences;
         let (first, rest) = match size {
             MicroBatchSize::Sequences(size) => {
                 let first = size.min(sequences);
@@ -273,7 +381,7 @@ impl Completions {
                 // Shorter completions may fill the bound.
                 let all = self.pass(sequences).tokens;
                 let tokens = longest.tokens.max(bound.min(all));
-                let rest = rest(tokens, all, self.prompt + self.response);
+                let rest = rest(tokens, all, self.longest());
                 let of_tokens = |tokens| Pass { tokens, ..longest };
                 (of_tokens(tokens), of_tokens(rest))
             }
@@ -314,7 +422,7 @@ pub(crate) struct Learning<'a> {
     pub(crate) adapters: Option<&'a LoraConfig>,
     pub(crate) base_weights: BaseWeights,
     pub(crate) compute_dtype: ComputeDType,
-    pub(crate) activation_checkpointing: bool,
+    pub(crate) activation_checkpointing: ActivationCheckpointing,
     pub(crate) optimizer: &'a AdamWConfig,
     /// The longest backward passes of an update.
     pub(crate) passes: &'a [Pass],
@@ -361,7 +469,7 @@ impl Learning<'_> {
             activation_checkpointing: self.activation_checkpointing,
             on_cuda: self.on_cuda,
         };
-        let (activations, training) = learner.bytes(model, self.passes);
+        let (activations, training) = learner.bytes(model, self.passes)?;
         Ok(MemoryPlan {
             weights: count * weight_bytes,
             frozen,
@@ -376,7 +484,11 @@ impl Learning<'_> {
 
 /// The bytes of a critic and of the state of its optimizer, and those of its gradients and tensors
 /// at their peak.
-fn critic_bytes(policy: &DecoderConfig, critic: &CriticConfig, passes: &[Pass]) -> (usize, usize) {
+fn critic_bytes(
+    policy: &DecoderConfig,
+    critic: &CriticConfig,
+    passes: &[Pass],
+) -> Result<(usize, usize)> {
     // It has no output layer.
     let model = DecoderConfig {
         tie_word_embeddings: true,
@@ -391,12 +503,12 @@ fn critic_bytes(policy: &DecoderConfig, critic: &CriticConfig, passes: &[Pass]) 
         has_logits: false,
         distillation: None,
         compute: DType::F32,
-        activation_checkpointing: false,
+        activation_checkpointing: ActivationCheckpointing::default(),
         on_cuda: cuda_is_enabled(),
     };
-    let (_, training) = learner.bytes(&model, passes);
+    let (_, training) = learner.bytes(&model, passes)?;
     let kept = weights + state_bytes(&shapes, critic.optimizer.state);
-    (kept, training)
+    Ok((kept, training))
 }
 
 /// A model that trains.
@@ -411,37 +523,44 @@ struct Learner<'a> {
     has_logits: bool,
     distillation: Option<&'a DistillationLoss>,
     compute: DType,
-    activation_checkpointing: bool,
+    activation_checkpointing: ActivationCheckpointing,
     on_cuda: bool,
 }
 
 impl Learner<'_> {
     /// The bytes of the tensors of the largest of `passes`, and those with the gradients at the
     /// peak.
-    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> (usize, usize) {
+    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<(usize, usize)> {
         let passes = passes.iter().filter(|pass| pass.tokens > 0);
-        let bytes = passes.map(|pass| self.bytes_of_pass(model, *pass));
-        bytes.fold((0, self.gradients), |most, pass| {
-            (most.0.max(pass.0), most.1.max(pass.1))
-        })
+        let mut most = (0, self.gradients);
+        for pass in passes {
+            let (activations, training) = self.bytes_of_pass(model, *pass)?;
+            most = (most.0.max(activations), most.1.max(training));
+        }
+        Ok(most)
     }
 
-    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> (usize, usize) {
+    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> Result<(usize, usize)> {
         let recorded = model.recorded_bytes(
             (pass.tokens, pass.expanded),
             self.compute,
             self.activation_checkpointing,
-        );
-        let layer = self.layer(model, pass);
-        let activations = recorded.kept + layer.max(recorded.backward);
+        )?;
+        let output = recorded.kept + self.layer(model, pass);
+        let blocks = recorded.backward.len();
+        let most = recorded.backward.iter().copied().max();
+        let activations = output.max(most.unwrap_or(0));
         let training = if pass.follows {
             self.gradients + activations
         } else {
-            let first = activations + self.output;
-            let last = recorded.first_block + recorded.backward;
-            first.max(self.gradients - self.embedding + last)
+            // The gradients of a block are added before those of the block below.
+            let of_blocks = self.gradients - self.output - self.embedding;
+            let backward = recorded.backward.iter().enumerate();
+            let backward =
+                backward.map(|(block, bytes)| bytes + of_blocks * (blocks - block) / blocks);
+            self.output + output.max(backward.max().unwrap_or(0))
         };
-        (activations, training)
+        Ok((activations, training))
     }
 
     /// The bytes of the output layer and its loss, without the gradient of its weight.
@@ -524,7 +643,7 @@ mod tests {
                 adapters: None,
                 base_weights: BaseWeights::Dense,
                 compute_dtype: ComputeDType::Bf16,
-                activation_checkpointing: false,
+                activation_checkpointing: ActivationCheckpointing::default(),
                 optimizer: &AdamWConfig::default(),
                 passes: &[pass],
                 distillation: None,

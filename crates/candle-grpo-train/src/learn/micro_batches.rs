@@ -6,6 +6,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 use candle_grpo_collective::Collective;
 use candle_grpo_nn::LanguageModel;
+use serde::{Deserialize, Serialize};
 
 use super::models::ensure_not_canceled;
 use crate::ranks::Ranks;
@@ -50,6 +51,33 @@ impl MicroBatchSize {
             own.filter(|part| !part.is_empty()).cloned().collect()
         };
         (0..world_size).map(of_rank).collect()
+    }
+}
+
+/// The number of tokens of a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "expected a number of tokens or auto")]
+pub enum MicroBatchTokens {
+    /// At most this number.
+    Tokens(usize),
+    /// The number that fits into memory, which [`MemoryFit`](super::MemoryFit) chooses before the
+    /// run.
+    Auto(Auto),
+}
+
+/// The word `auto`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Auto {
+    /// `auto`.
+    Auto,
+}
+
+impl From<usize> for MicroBatchTokens {
+    fn from(tokens: usize) -> Self {
+        Self::Tokens(tokens)
     }
 }
 
@@ -123,13 +151,17 @@ pub struct MicroBatches<'a> {
 
 impl<'a> MicroBatches<'a> {
     /// Creates passes of `ranks` in the micro-batches of the settings, which report to no receiver.
-    pub fn new(config: &TrainConfig, ranks: &'a Ranks) -> Self {
-        Self {
-            size: config.micro_batches(),
+    ///
+    /// # Errors
+    ///
+    /// If [`TrainConfig::micro_batch_tokens`] is `auto`.
+    pub fn new(config: &TrainConfig, ranks: &'a Ranks) -> Result<Self> {
+        Ok(Self {
+            size: config.micro_batches()?,
             progress: &NoProgress,
             receiver: &NoProgress,
             ranks,
-        }
+        })
     }
 
     /// The micro-batches of this rank, with the number of those of all ranks.

@@ -53,6 +53,7 @@ impl<C: ModelConfig> Models<C> {
         needs: Needs,
     ) -> Result<Self> {
         config.validate_with(needs)?;
+        config.micro_batches()?;
         if model.decoder().is_none() {
             config.validate_custom_model()?;
         }

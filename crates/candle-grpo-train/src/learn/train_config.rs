@@ -5,15 +5,15 @@ use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
-use candle_grpo_core::validate as check;
+use candle_grpo_core::{Invalid, validate as check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::MasterWeights;
-use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::actor::{ensure_master_weights, stored_form};
-use super::micro_batches::MicroBatchSize;
+use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
@@ -40,7 +40,7 @@ pub enum OldLogProbs {
 }
 
 /// The default of [`TrainConfig::micro_batch_size`].
-const MICRO_BATCH_SIZE: usize = 32;
+pub(super) const MICRO_BATCH_SIZE: usize = 32;
 
 /// The settings of a training run.
 ///
@@ -129,11 +129,14 @@ pub struct TrainConfig {
     /// its default: those of the prompts, each of which counts once in a pass, and of the
     /// completions. With `router_replay` a prompt counts again from the first token with other
     /// experts. Passes with the longest completions come first. A longer completion is a pass
-    /// of its own. Absent: no bound.
-    pub micro_batch_tokens: Option<usize>,
-    /// Keep only the input of each block for the backward pass and recompute the rest. Memory
-    /// hardly grows with the number of blocks; a step takes a third longer.
-    pub activation_checkpointing: bool,
+    /// of its own. `auto`: as many as fit into memory, chosen when the run starts; a resumed run
+    /// keeps the number. Absent: no bound.
+    pub micro_batch_tokens: Option<MicroBatchTokens>,
+    /// Keep only the input of a layer for the backward pass and recompute the rest: `true` for all
+    /// layers, `false` for none, or the number of layers. The update has the same bits. With all,
+    /// memory hardly grows with the number of layers, and a step takes a third longer. With fewer,
+    /// it takes less time and more memory.
+    pub activation_checkpointing: ActivationCheckpointing,
     /// The dtype in which policy and reference compute. Weights that train are f32 as well; those
     /// under adapters are in this dtype alone.
     pub compute_dtype: ComputeDType,
@@ -187,7 +190,7 @@ impl Default for TrainConfig {
             mini_batch_size: None,
             micro_batch_size: MICRO_BATCH_SIZE,
             micro_batch_tokens: None,
-            activation_checkpointing: false,
+            activation_checkpointing: ActivationCheckpointing::default(),
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
             router_replay: false,
@@ -223,9 +226,11 @@ impl TrainConfig {
             ("epochs", self.epochs),
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
-            ("micro_batch_tokens", self.micro_batch_tokens.unwrap_or(1)),
         ] {
             check::at_least_one(name, value)?;
+        }
+        if let Some(MicroBatchTokens::Tokens(tokens)) = self.micro_batch_tokens {
+            check::at_least_one("micro_batch_tokens", tokens)?;
         }
         check::check(
             self.micro_batch_tokens.is_none() || self.micro_batch_size == MICRO_BATCH_SIZE,
@@ -542,11 +547,19 @@ impl TrainConfig {
     }
 
     /// The bound of a micro-batch.
-    pub(crate) fn micro_batches(&self) -> MicroBatchSize {
-        match self.micro_batch_tokens {
-            Some(tokens) => MicroBatchSize::Tokens(tokens),
+    ///
+    /// # Errors
+    ///
+    /// If the number of tokens is not chosen yet.
+    pub(crate) fn micro_batches(&self) -> Result<MicroBatchSize> {
+        Ok(match self.micro_batch_tokens {
+            Some(MicroBatchTokens::Tokens(tokens)) => MicroBatchSize::Tokens(tokens),
+            Some(MicroBatchTokens::Auto(_)) => {
+                let must = "be a number in a trainer: MemoryFit::micro_batch_tokens chooses one";
+                return Err(Invalid::new("micro_batch_tokens", "auto", must).into());
+            }
             None => MicroBatchSize::Sequences(self.micro_batch_size),
-        }
+        })
     }
 
     pub(crate) fn actor(&self) -> ActorConfig {

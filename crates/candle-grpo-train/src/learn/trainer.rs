@@ -154,7 +154,7 @@ impl<C: ModelConfig> Trainer<C> {
         metrics.skipped = batch.is_none()
             && demonstrations.is_none_or(|found| found.share(&self.config, state.steps) == 0.);
         if !metrics.skipped {
-            let passes = passes(&self.config, self.collector.ranks(), &*self.progress);
+            let passes = passes(&self.config, self.collector.ranks(), &*self.progress)?;
             let (config, batch) = (&self.config, batch.as_ref());
             let found = update(
                 batch,
@@ -203,7 +203,7 @@ impl<C: ModelConfig> Trainer<C> {
             return Ok((None, Some(reason)));
         };
         let (models, config, estimator) = (&self.models, &*self.config, self.estimator.as_deref());
-        let passes = passes(config, self.ranks(), &*self.progress);
+        let passes = passes(config, self.ranks(), &*self.progress)?;
         let device = models.actor.parameters().device();
         let mut batch = StepBatch::new(kept, config, device)?;
         let filtered = batch.why_filtered(config)?;
@@ -365,10 +365,14 @@ impl<C: ModelConfig> Trainer<C> {
 }
 
 /// The passes of a step.
-fn passes<'a>(config: &TrainConfig, ranks: &'a Ranks, progress: &'a dyn Progress) -> Passes<'a> {
-    Passes {
+fn passes<'a>(
+    config: &TrainConfig,
+    ranks: &'a Ranks,
+    progress: &'a dyn Progress,
+) -> Result<Passes<'a>> {
+    Ok(Passes {
         progress,
         receiver: progress,
-        ..Passes::new(config, ranks)
-    }
+        ..Passes::new(config, ranks)?
+    })
 }

@@ -26,7 +26,7 @@ const RESERVED_TOKENS: usize = 64;
 /// After this many steps, the CPU samples from weight copies ([`Decoding::pack_weights`]). Copying
 /// pays off within 3 to 10 steps, or within several times as many if the system must first provide
 /// the memory.
-const STEPS_BEFORE_PACKING: usize = 16;
+pub(crate) const STEPS_BEFORE_PACKING: usize = 16;
 
 /// Prompts are split into forward passes with about this many tokens.
 pub(crate) const PREFILL_TOKENS: usize = 512;

@@ -28,6 +28,6 @@ pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };
 pub use local::LocalGenerator;
-pub(crate) use local::PREFILL_TOKENS;
+pub(crate) use local::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 pub use sampling_config::SamplingConfig;
 pub use trajectories::{DrawTurns, Play, Trajectories};

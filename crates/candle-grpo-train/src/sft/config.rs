@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_grpo_core::schedule::Decay;
 use candle_grpo_core::validate as check;
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
@@ -31,9 +31,11 @@ pub struct SftConfig {
     /// quantized blocks (QLoRA, <https://arxiv.org/abs/2305.14314>). For blocks, choose a GGUF
     /// file's own (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
     pub base_weights: BaseWeights,
-    /// Keep only each block's input for the backward pass, and recompute the rest. Memory hardly
-    /// grows with the number of blocks; a step takes a third longer.
-    pub activation_checkpointing: bool,
+    /// Keep only a layer's input for the backward pass, and recompute the rest: `true` for all
+    /// layers, `false` for none, or the number of layers. The update has the same bits. With all,
+    /// memory hardly grows with the number of layers, and a step takes a third longer. With fewer,
+    /// it takes less time and more memory.
+    pub activation_checkpointing: ActivationCheckpointing,
     /// Compute dtype. Weights that train are stored in f32 as well; weights under adapters only in
     /// this dtype.
     pub compute_dtype: ComputeDType,
@@ -120,7 +122,7 @@ impl Default for SftConfig {
             max_grad_norm: 1.,
             adapters: None,
             base_weights: BaseWeights::default(),
-            activation_checkpointing: false,
+            activation_checkpointing: ActivationCheckpointing::default(),
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
             sharded_optimizer: false,

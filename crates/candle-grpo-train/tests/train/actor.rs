@@ -242,7 +242,7 @@ fn gradients_are_those_of_a_graph(
     let batch = batch(&sampled);
     let totals = totals(&batch);
     let config = ActorConfig {
-        activation_checkpointing,
+        activation_checkpointing: activation_checkpointing.into(),
         ..sampled.config().clone()
     };
     let parameters = parameters();

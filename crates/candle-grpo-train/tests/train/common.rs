@@ -12,8 +12,8 @@ use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
-    ActorConfig, ComputeDType, Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig,
-    Sequence, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainerParts,
+    ActivationCheckpointing, ActorConfig, ComputeDType, Pretrained, Prompt, RewardFunction, Sample,
+    Sampler, SamplingConfig, Sequence, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainerParts,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -108,7 +108,7 @@ pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
         policy_loss,
         optimizer: AdamWConfig::default(),
         temperature: 1.,
-        activation_checkpointing: false,
+        activation_checkpointing: ActivationCheckpointing::default(),
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
         distillation_loss: None,

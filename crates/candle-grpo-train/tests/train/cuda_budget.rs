@@ -58,7 +58,7 @@ fn of_step(size: usize) -> anyhow::Result<Option<[CudaCalls; 3]>> {
     let groups = groups(&models, &config)?;
     let needs = Needs::new(&config, None).all();
     let ranks = Ranks::default();
-    let passes = Passes::new(&config, &ranks);
+    let passes = Passes::new(&config, &ranks).unwrap();
     let mut found = None;
     // The first step also loads kernels.
     for _ in 0..2 {

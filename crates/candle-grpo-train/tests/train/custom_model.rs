@@ -290,7 +290,7 @@ fn a_cache_draws_the_tokens_of_full_passes() {
 #[case("compute_dtype: bf16", TrainConfig { compute_dtype: ComputeDType::Bf16, ..config() })]
 #[case(
     "activation_checkpointing: true",
-    TrainConfig { activation_checkpointing: true, ..config() }
+    TrainConfig { activation_checkpointing: true.into(), ..config() }
 )]
 #[case("router_aux_loss_coef: 0.1", TrainConfig { router_aux_loss_coef: 0.1, ..config() })]
 #[case("router_replay: true", TrainConfig { router_replay: true, ..config() })]

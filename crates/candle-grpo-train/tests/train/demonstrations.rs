@@ -108,7 +108,7 @@ fn the_gradient_is_the_weighted_mean_of_both_gradients(
         config.demonstrations = demonstrations;
         config.max_grad_norm = 1e9;
         if let Some(tokens) = micro_batch_tokens {
-            config.micro_batch_tokens = Some(tokens);
+            config.micro_batch_tokens = Some(tokens.into());
             config.micro_batch_size = TrainConfig::default().micro_batch_size;
         }
         linear(&mut config.optimizer);

@@ -19,6 +19,7 @@ mod engines;
 mod environment;
 mod excluded;
 mod generator;
+mod memory_fit;
 mod pretrained;
 mod ranks;
 mod real_model;

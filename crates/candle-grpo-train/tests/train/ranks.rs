@@ -408,7 +408,7 @@ fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tok
     config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
     let expected = run(&mut trainer(digest, config.clone()), 3);
     config.micro_batch_size = TrainConfig::default().micro_batch_size;
-    config.micro_batch_tokens = Some(tokens);
+    config.micro_batch_tokens = Some(tokens.into());
     assert_run_close(&run(&mut trainer(digest, config), 3), &expected);
 }
 
@@ -432,7 +432,7 @@ proptest! {
                 Some(_) => TrainConfig::default().micro_batch_size,
                 None => micro_batch_size,
             },
-            micro_batch_tokens,
+            micro_batch_tokens: micro_batch_tokens.map(Into::into),
             epochs: 1,
             ..config(Recipe::grpo())
         };

@@ -177,8 +177,8 @@ fn a_reward_function_of_the_wrong_length_is_an_error() {
 #[case(TrainConfig { epochs: 0, ..config() }, "epochs: 0, must be at least 1")]
 #[case(TrainConfig { mini_batch_size: Some(0), ..config() }, "mini_batch_size: 0, must be at least 1")]
 #[case(TrainConfig { micro_batch_size: 0, ..config() }, "micro_batch_size: 0, must be at least 1")]
-#[case(TrainConfig { micro_batch_tokens: Some(0), ..config() }, "micro_batch_tokens: 0, must be at least 1")]
-#[case(TrainConfig { micro_batch_tokens: Some(9), micro_batch_size: 2, ..config() }, "micro_batch_size: 2, must be absent with micro_batch_tokens")]
+#[case(TrainConfig { micro_batch_tokens: Some(0.into()), ..config() }, "micro_batch_tokens: 0, must be at least 1")]
+#[case(TrainConfig { micro_batch_tokens: Some(9.into()), micro_batch_size: 2, ..config() }, "micro_batch_size: 2, must be absent with micro_batch_tokens")]
 #[case(TrainConfig { num_generations: 1, ..config() }, "num_generations: 1, must be at least 2 for a relative advantage")]
 #[case(TrainConfig { max_grad_norm: f64::NAN, ..config() }, "max_grad_norm: NaN, must be positive and finite")]
 fn invalid_settings_are_errors(#[case] config: TrainConfig, #[case] words: &str) {

@@ -1,14 +1,16 @@
 //! `grpo check`.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
 use candle_grpo::kernels::CpuInstructions;
-use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf, RopeScaling};
+use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
+use candle_grpo::run::{
+    RunPrompts, fitted_tokens, is_fitted, memory_advice, memory_plan, sft_memory_plan,
+};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
@@ -88,10 +90,9 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
             model,
         } = load::inputs(&run)?;
         let longest = Prompt::longest(&prompts.train);
-        let plan = prompts.memory_plan(&run, &model);
-        let plan = plan.and_then(|plan| on_this_device(plan, &run));
-        let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
-        (dataset, Some((prompts, plan, longest, model)))
+        let memory = Memory::new(&run, &model, &prompts);
+        let memory = memory.map_err(|error| Exit::Config(format!("{error:#}")))?;
+        (dataset, Some((prompts, memory, longest, model)))
     };
     console.finish();
     let settings = run
@@ -109,18 +110,24 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     print_batch(&run, &dataset, &mut out)?;
     print_algorithm(&run, &mut out)?;
     print_instructions(run.train.compute_dtype, &mut out)?;
-    if let Some((prompts, plan, longest, model)) = checked {
+    if let Some((prompts, memory, longest, model)) = checked {
         print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
         if let Some(rows) = prompts.other_rows() {
             writeln!(out, "{rows}")?;
         }
         let length = run.train.sampling.max_new_tokens;
         let size = format!("completions of {length} tokens and prompts of at most {longest}");
-        print_plan(&plan, &size, &mut out)?;
+        print_plan(&memory.plan, &size, &mut out)?;
         writeln!(
             out,
             "  Sampling and training alternate. Reward models are not counted."
         )?;
+        if let Some(tokens) = memory.fitted_tokens {
+            writeln!(out, "  micro_batch_tokens: auto is {tokens} here.")?;
+        }
+        if let Some(advice) = &memory.advice {
+            writeln!(out, "  This is {advice}.")?;
+        }
     }
     print_speed(&run, &mut out)?;
     print_hub_files(&run, &mut out)?;
@@ -373,8 +380,7 @@ fn print_rows(
             writeln!(out, "  {line}")?;
         }
     }
-    let plan = MemoryPlan::supervised(&pretrained.model, &run.sft, rows.longest_kept())
-        .and_then(|plan| on_this_device(plan, run));
+    let plan = sft_memory_plan(run, &pretrained.model, dataset);
     let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let size = format!("rows of up to {} tokens", rows.longest_kept());
     print_plan(&plan, &size, out)
@@ -383,32 +389,31 @@ fn print_rows(
 /// The largest number of tokens shown for a row.
 const SHOWN_TOKENS: usize = 200;
 
-/// Adds the program itself to a plan. GGUF blocks count as they are stored.
-fn on_this_device(mut plan: MemoryPlan, run: &impl Configuration) -> anyhow::Result<MemoryPlan> {
-    let (base, dtype) = run.stored_form();
-    let path = &run.model().path;
-    if base == BaseWeights::Stored && !path.is_dir() {
-        plan.frozen = Gguf::open(path)?.frozen_bytes(base, dtype.into())?;
-        // Blocks are not packed, and a copy of another weight has the size of the weight.
-        plan.packed = plan.packed.min(plan.frozen);
-    }
-    // The memory of the plan is that of a GPU, if there is one.
-    Ok(if candle_grpo_train::cuda_is_enabled() {
-        plan
-    } else {
-        plan.in_program(peak_of_this_process().unwrap_or(0))
-    })
+/// A run's memory.
+struct Memory {
+    plan: MemoryPlan,
+    /// The number of tokens in a micro-batch, if it is chosen by memory and the run fits.
+    fitted_tokens: Option<usize>,
+    /// The changes that the run needs to fit.
+    advice: Option<String>,
 }
 
-/// Returns this process's peak resident memory, after it has read the data and the tokenizer but no
-/// weights. `None` on systems without `/proc`.
-fn peak_of_this_process() -> Option<usize> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
-    Some(kib << 10)
+impl Memory {
+    fn new(run: &RunConfig, model: &DecoderConfig, prompts: &RunPrompts) -> anyhow::Result<Self> {
+        let fitted_tokens = is_fitted(run)
+            .then(|| fitted_tokens(run, model, prompts))
+            .transpose()?;
+        let mut train = run.train.clone();
+        if let Some(tokens) = fitted_tokens {
+            train.micro_batch_tokens = Some(tokens.into());
+        }
+        let plan = memory_plan(run, &train, model, prompts)?;
+        Ok(Self {
+            advice: memory_advice(run, model, prompts, &plan)?,
+            plan,
+            fitted_tokens,
+        })
+    }
 }
 
 /// Prints the CPU instructions that operators use, and advises against bf16 where they have none
@@ -446,6 +451,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("gradients", plan.gradients),
         ("activations", plan.activations),
         ("sampling", plan.sampling),
+        ("evaluation", plan.evaluation),
         ("packed weights", plan.packed),
         ("allocator", plan.allocator),
         ("program and tokenizer", plan.program),

@@ -6,7 +6,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_grpo::config::{Configuration, RunConfig};
-use candle_grpo::run::{Progress, RunSession, Session, Start, recorded_inputs};
+use candle_grpo::nn::DecoderConfig;
+use candle_grpo::run::{
+    Progress, RunPrompts, RunSession, Session, Start, fitted_tokens, is_fitted, recorded_inputs,
+    recorded_micro_batch_tokens,
+};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::run::StepRecord;
@@ -64,7 +68,12 @@ fn run(
     load::set_threads(&config)?;
     files(&mut config, start, console, ranks)?;
     // Everything else is checked before the weights are read.
-    let prompts = load::inputs(&config)?.prompts;
+    let load::Inputs { prompts, model, .. } = load::inputs(&config)?;
+    if is_fitted(&config) {
+        let tokens = micro_batch_tokens(&config, &model, &prompts, start, ranks)?;
+        config.train.micro_batch_tokens = Some(tokens.into());
+        console.say(&format!("micro_batch_tokens: auto is {tokens}"));
+    }
     let pretrained = load::policy(&config)?;
     let reward = load::rewards(&config)?;
     let progress = Arc::new(console.clone());
@@ -165,6 +174,32 @@ fn locate(
     } else {
         load::files(config, HubContent::Model, &commits, console)
     }
+}
+
+/// Returns the number of tokens in a micro-batch that a resumed run started with, and otherwise the
+/// smallest one that the ranks choose by their memory.
+fn micro_batch_tokens(
+    config: &RunConfig,
+    model: &DecoderConfig,
+    prompts: &RunPrompts,
+    start: Start,
+    ranks: &Ranks,
+) -> Result<usize, Exit> {
+    let failed = |error: anyhow::Error| Exit::Run(format!("{error:#}"));
+    let recorded = match (ranks.is_first(), start) {
+        (true, Start::Resume | Start::ResumeChanged) => {
+            Some(recorded_micro_batch_tokens(&config.run_dir))
+        }
+        (true, Start::New | Start::Replace) => Some(None),
+        (false, _) => None,
+    };
+    if let Some(tokens) = ranks.from_first(recorded).map_err(failed)? {
+        return Ok(tokens);
+    }
+    let own = fitted_tokens(config, model, prompts);
+    let own = own.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let all = ranks.gather(own).map_err(failed)?;
+    Ok(all.into_iter().min().unwrap_or(own))
 }
 
 /// Returns a step's line.

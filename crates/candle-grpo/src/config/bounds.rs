@@ -30,6 +30,7 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
     for (key, value) in [
         ("max_steps", Some(run.max_steps)),
         ("threads", run.threads),
+        ("max_memory_mib", run.max_memory_mib),
         ("checkpoint.every_steps", run.checkpoint.every_steps),
         ("checkpoint.keep", Some(run.checkpoint.keep)),
         ("evaluation.every_steps", run.evaluation.every_steps),

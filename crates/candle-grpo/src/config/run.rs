@@ -95,6 +95,8 @@ pub struct RunConfig {
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
+    /// Memory that the run may take, in MiB; absent: 95 % of the free memory.
+    pub max_memory_mib: Option<usize>,
     /// The evaluation keys as the file has them.
     evaluation_keys: EvaluationKeys,
     /// The file, for the lines in errors that only the run's files or model reveal.
@@ -143,6 +145,10 @@ pub(super) struct RunKeys {
     seed: u64,
     /// Number of compute threads. Absent: one per core.
     threads: Option<usize>,
+    /// Memory to which `micro_batch_tokens: auto` and the advice of `grpo check` fit the run, in
+    /// MiB: that of the GPU, or main memory without one. Absent: 95 % of the free memory,
+    /// which on the CPU is divided by the number of ranks.
+    max_memory_mib: Option<usize>,
 }
 
 impl Default for RunKeys {
@@ -165,6 +171,7 @@ impl Default for RunKeys {
             run_dir: None,
             seed: 0,
             threads: None,
+            max_memory_mib: None,
         }
     }
 }
@@ -236,6 +243,7 @@ impl RunConfig {
             trackers: keys.trackers,
             run_dir: keys.run_dir.unwrap_or_else(|| document.run_dir()),
             threads: keys.threads,
+            max_memory_mib: keys.max_memory_mib,
             evaluation_keys,
             document: document.clone(),
             hub: HubFiles::default(),
@@ -758,6 +766,7 @@ impl RunConfig {
             run_dir: Some(self.run_dir.clone()),
             seed: self.seed(),
             threads: self.threads,
+            max_memory_mib: self.max_memory_mib,
         };
         let (mut keys, mut train) = (json!(keys), json!(self.train));
         if let Some(sampling) = train.get_mut("sampling").and_then(Value::as_object_mut) {

@@ -4,6 +4,7 @@ mod engine;
 mod evaluation;
 mod folder;
 mod hub;
+mod memory;
 mod model;
 mod prompts;
 mod resume;
@@ -17,6 +18,10 @@ pub use engine::engine;
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
 pub use hub::{locate, locate_files};
+pub use memory::{
+    MemoryBudget, fitted_tokens, is_fitted, memory_advice, memory_plan,
+    recorded_micro_batch_tokens, sft_memory_plan,
+};
 pub use model::{
     clock_of_run, device, load_model, load_model_without_weights, load_policy, model_path,
 };

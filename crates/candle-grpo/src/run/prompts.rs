@@ -120,18 +120,22 @@ impl RunPrompts {
         ))
     }
 
-    /// Returns the memory plan of training with these prompts.
+    /// Returns the memory plan of training with these prompts and the settings `train`.
     ///
     /// # Errors
     ///
     /// As for [`MemoryPlan::new`].
-    pub fn memory_plan(&self, config: &RunConfig, model: &DecoderConfig) -> Result<MemoryPlan> {
+    pub(super) fn memory_plan(
+        &self,
+        train: &TrainConfig,
+        model: &DecoderConfig,
+    ) -> Result<MemoryPlan> {
         let longest_prompt = Prompt::longest(&self.train);
         let demonstrations = self.demonstrations.as_ref();
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
-        let plan = MemoryPlan::new(model, &config.train, longest_prompt, longest_row)?;
+        let plan = MemoryPlan::new(model, train, longest_prompt, longest_row)?;
         Ok(match &self.teacher {
-            Some(teacher) => plan.with_teacher(teacher, config.train.compute_dtype),
+            Some(teacher) => plan.with_teacher(teacher, train.compute_dtype),
             None => plan,
         })
     }

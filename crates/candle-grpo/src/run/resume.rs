@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use super::folder::Start;
 use crate::config::{RunConfig, SftRunConfig};
 
-const CONFIG: &str = "config.json";
+pub(super) const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
 /// Keys of a section with rows that may change as long as the rows are the same.
@@ -101,8 +101,10 @@ run_trainer!(
     StepMetrics,
     RunConfig,
     [
+        "activation_checkpointing",
         "alarms",
         "checkpoint",
+        "max_memory_mib",
         "max_steps",
         "model",
         "rollout",
@@ -125,7 +127,14 @@ run_trainer!(
     SftTrainer,
     SftMetrics,
     SftRunConfig,
-    ["checkpoint", "model", "run_dir", "threads", "trackers",]
+    [
+        "checkpoint",
+        "model",
+        "run_dir",
+        "sft.activation_checkpointing",
+        "threads",
+        "trackers",
+    ]
 );
 
 /// A run's settings and inputs.

@@ -21,6 +21,7 @@ mod killed;
 mod longrope;
 #[cfg(feature = "mcp")]
 mod mcp;
+mod memory;
 mod mixing;
 mod models;
 mod mutation;

@@ -47,7 +47,7 @@
 //! step::score(&mut groups, &prompts, &reward, &config.sampling, &tokenizer)?;
 //!
 //! let ranks = Ranks::default();
-//! let passes = Passes::new(&config, &ranks);
+//! let passes = Passes::new(&config, &ranks)?;
 //! let mut batch = StepBatch::new(groups, &config, &Device::Cpu)?;
 //! step::signals(&mut batch, Needs::new(&config, None).all(), &models, &config, passes)?;
 //! step::advantages(&mut batch, None, &config, &mut state)?;

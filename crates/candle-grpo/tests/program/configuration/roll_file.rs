@@ -106,7 +106,7 @@ fn a_bound_of_tokens_is_used_if_its_switch_is_on() {
         let used = Verdict::Used("training.micro_batch_tokens".to_owned());
         assert_eq!(verdict(&file(switch), key), used, "{switch}");
         let config = RunConfig::new(&file(switch).document).unwrap();
-        assert_eq!(config.train.micro_batch_tokens, Some(4096));
+        assert_eq!(config.train.micro_batch_tokens, Some(4096.into()));
         assert_eq!(config.train.mini_batch_size, Some(32));
         let size = verdict(&file(switch), size);
         assert!(matches!(size, Verdict::NoMeaning(_)), "{size}");

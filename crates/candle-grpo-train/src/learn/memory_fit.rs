@@ -1,0 +1,176 @@
+//! Settings with which a run fits into memory.
+
+use anyhow::Result;
+use candle_grpo_nn::optim::{MasterWeights, StateForm};
+use candle_grpo_nn::{
+    ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
+};
+
+use super::memory_plan::{MemoryPlan, Update};
+use super::micro_batches::MicroBatchTokens;
+use super::train_config::MICRO_BATCH_SIZE;
+use crate::TrainConfig;
+
+/// The chosen number of tokens is a multiple of this one.
+const ROUND: usize = 64;
+
+/// The memory that a run may take.
+///
+/// ```
+/// use candle_grpo_nn::DecoderConfig;
+/// use candle_grpo_train::TrainConfig;
+/// use candle_grpo_train::learn::{MemoryFit, MemoryPlan};
+///
+/// let model = DecoderConfig { vocab_size: 1000, hidden_size: 64, intermediate_size: 128,
+///     num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+///     ..DecoderConfig::default() };
+/// let plan = |config: &TrainConfig| MemoryPlan::new(&model, config, 100, 0);
+/// let fit = MemoryFit { bytes: 1 << 30, model: &model, prompt_tokens: 100, plan: &plan };
+/// let tokens = fit.micro_batch_tokens(&TrainConfig::default())?;
+/// assert!(tokens.is_some_and(|tokens| tokens % 64 == 0));
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct MemoryFit<'a> {
+    /// The largest peak of a plan.
+    pub bytes: usize,
+    /// The model that trains.
+    pub model: &'a DecoderConfig,
+    /// The number of tokens of the longest prompt.
+    pub prompt_tokens: usize,
+    /// Returns the plan of a run with other settings.
+    pub plan: &'a dyn Fn(&TrainConfig) -> Result<MemoryPlan>,
+}
+
+impl MemoryFit<'_> {
+    /// Returns [`TrainConfig::micro_batch_tokens`] that fit, by bisection: a multiple of 64, of
+    /// which the next one does not fit, or all tokens of an update. `None` if the longest
+    /// sequence alone does not fit.
+    ///
+    /// # Errors
+    ///
+    /// If the settings are not valid with a number of tokens.
+    pub fn micro_batch_tokens(&self, config: &TrainConfig) -> Result<Option<usize>> {
+        let update = Update::new(config, self.prompt_tokens);
+        let (least, most) = (rounds(update.longest()), rounds(update.tokens()));
+        let fits = |rounds: usize| -> Result<bool> {
+            let plan = (self.plan)(&with_tokens(config, rounds * ROUND))?;
+            Ok(plan.peak() <= self.bytes)
+        };
+        if !fits(least)? {
+            return Ok(None);
+        }
+        let (mut fitting, mut too_many) = (least, most.max(least) + 1);
+        while too_many - fitting > 1 {
+            let middle = fitting.midpoint(too_many);
+            if fits(middle)? {
+                fitting = middle;
+            } else {
+                too_many = middle;
+            }
+        }
+        Ok(Some(fitting * ROUND))
+    }
+
+    /// Returns the settings to change so that the run fits, each as `key: value`. A single change
+    /// comes before several, and one that keeps the update before one that does not. `None` if no
+    /// such change is enough.
+    pub fn smallest_change(&self, config: &TrainConfig) -> Option<Vec<String>> {
+        let fits = |config: &TrainConfig| {
+            let plan = (self.plan)(config);
+            plan.is_ok_and(|plan| plan.peak() <= self.bytes)
+        };
+        let update = Update::new(config, self.prompt_tokens);
+        let least = rounds(update.longest()) * ROUND;
+        let smallest = with_tokens(config, least);
+        let is_auto = matches!(config.micro_batch_tokens, Some(MicroBatchTokens::Auto(_)));
+        if !is_auto && let Ok(Some(tokens)) = self.micro_batch_tokens(config) {
+            return Some(vec![format!("micro_batch_tokens: {tokens}")]);
+        }
+        let base = if is_auto { &smallest } else { config };
+        let layers = 1..=self.model.num_hidden_layers;
+        let layers = layers.map(ActivationCheckpointing::Layers);
+        let checkpointing = layers.into_iter().find(|&activation_checkpointing| {
+            fits(&TrainConfig {
+                activation_checkpointing,
+                ..base.clone()
+            })
+        });
+        if let Some(layers) = checkpointing {
+            return Some(vec![format!("activation_checkpointing: {layers}")]);
+        }
+        let mut batch_size = base.sampling.max_batch_size / 2;
+        while batch_size > 0 {
+            let mut changed = base.clone();
+            changed.sampling.max_batch_size = batch_size;
+            if fits(&changed) {
+                return Some(vec![format!("sampling.max_batch_size: {batch_size}")]);
+            }
+            batch_size /= 2;
+        }
+        for (text, change) in CHANGES {
+            let mut changed = base.clone();
+            change(&mut changed);
+            if fits(&changed) {
+                return Some(vec![(*text).to_owned()]);
+            }
+        }
+        let mut changed = TrainConfig {
+            activation_checkpointing: true.into(),
+            ..base.clone()
+        };
+        let mut texts = vec!["activation_checkpointing: true".to_owned()];
+        let bounded = with_tokens(&changed, least);
+        if !is_auto && (self.plan)(&bounded).is_ok() {
+            changed = bounded;
+            texts.push(format!("micro_batch_tokens: {least}"));
+        }
+        for (text, change) in CHANGES {
+            if fits(&changed) {
+                break;
+            }
+            let mut next = changed.clone();
+            change(&mut next);
+            // Some settings exclude each other.
+            if (self.plan)(&next).is_ok() {
+                changed = next;
+                texts.push((*text).to_owned());
+            }
+        }
+        fits(&changed).then_some(texts)
+    }
+}
+
+type Change = fn(&mut TrainConfig);
+
+/// Changes of the run itself, from the one that changes it least.
+const CHANGES: [(&str, Change); 5] = [
+    ("optimizer.state: 8bit", |config| {
+        config.optimizer.state = StateForm::Blocks8;
+    }),
+    ("compute_dtype: bf16", |config| {
+        config.compute_dtype = ComputeDType::Bf16;
+    }),
+    ("optimizer.master_weights: bf16", |config| {
+        config.optimizer.master_weights = MasterWeights::Bf16;
+    }),
+    ("adapters: {rank: 16, alpha: 32}", |config| {
+        config.optimizer.master_weights = MasterWeights::F32;
+        config.adapters = Some(LoraConfig::all_linear(16, 32.));
+    }),
+    ("base_weights: q4_k", |config| {
+        config.base_weights = BaseWeights::Q4K;
+    }),
+];
+
+fn rounds(tokens: usize) -> usize {
+    tokens.div_ceil(ROUND).max(1)
+}
+
+/// Returns the settings with micro-batches of this number of tokens.
+fn with_tokens(config: &TrainConfig, tokens: usize) -> TrainConfig {
+    TrainConfig {
+        micro_batch_size: MICRO_BATCH_SIZE,
+        micro_batch_tokens: Some(tokens.into()),
+        ..config.clone()
+    }
+}

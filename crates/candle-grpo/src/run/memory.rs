@@ -1,0 +1,300 @@
+//! The memory of a configured run.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use candle_grpo_collective::launch;
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
+use candle_grpo_train::data::read_json;
+use candle_grpo_train::learn::{Auto, Draws, MemoryFit, MemoryPlan, MicroBatchTokens};
+use candle_grpo_train::sft::SftDataset;
+use candle_grpo_train::{ComputeDType, Prompt, RunDir, TrainConfig, cuda_is_enabled, cuda_memory};
+use serde_json::Value;
+
+use super::model::device;
+use super::prompts::RunPrompts;
+use super::resume::CONFIG;
+use crate::config::{Configuration, RunConfig, SftRunConfig};
+
+/// The share of free memory that a plan may take, in percent.
+const USED_PERCENT: usize = 95;
+
+/// Returns the plan of `run` with the settings `train`, for the device of this process.
+///
+/// # Errors
+///
+/// Returns an error if the settings are not valid, or a GGUF file cannot be read.
+pub fn memory_plan(
+    run: &RunConfig,
+    train: &TrainConfig,
+    model: &DecoderConfig,
+    prompts: &RunPrompts,
+) -> Result<MemoryPlan> {
+    let plan = prompts.memory_plan(train, model)?;
+    let evaluation = &run.evaluation;
+    let held_out = evaluation.select(&prompts.held_out);
+    let plan = match evaluation.every_steps {
+        None => plan,
+        Some(_) => {
+            let draws = Draws {
+                prompts: held_out.len(),
+                samples_per_prompt: evaluation.samples_per_prompt,
+                prompt_tokens: Prompt::longest(held_out),
+                sampling: &evaluation.sampler,
+            };
+            plan.with_evaluation(model, train, draws)?
+        }
+    };
+    on_this_device(plan, train.stored_form(), &run.model.path)
+}
+
+/// Returns the plan of a supervised run on `dataset`, as [`memory_plan`] does.
+///
+/// # Errors
+///
+/// As [`memory_plan`].
+pub fn sft_memory_plan(
+    run: &SftRunConfig,
+    model: &DecoderConfig,
+    dataset: &SftDataset,
+) -> Result<MemoryPlan> {
+    let plan = MemoryPlan::supervised(model, &run.sft, dataset.train.longest_kept())?;
+    on_this_device(plan, run.stored_form(), &run.model().path)
+}
+
+/// Adds the program itself to a plan. GGUF blocks count as they are stored.
+fn on_this_device(
+    mut plan: MemoryPlan,
+    (base, dtype): (BaseWeights, ComputeDType),
+    model: &Path,
+) -> Result<MemoryPlan> {
+    if base == BaseWeights::Stored && !model.is_dir() {
+        plan.frozen = Gguf::open(model)?.frozen_bytes(base, dtype.into())?;
+        // Blocks are not packed, and a copy of another weight has the size of the weight.
+        plan.packed = plan.packed.min(plan.frozen);
+    }
+    // The memory of the plan is that of a GPU, if there is one.
+    Ok(if cuda_is_enabled() {
+        plan
+    } else {
+        plan.in_program(peak_of_this_process().unwrap_or(0))
+    })
+}
+
+/// Returns this process's peak resident memory, after it has read the data and the tokenizer but no
+/// weights. `None` on systems without `/proc`.
+fn peak_of_this_process() -> Option<usize> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    kib_of(&status, "VmHWM:")
+}
+
+/// Returns the bytes in the line of `text` that begins with `name`.
+fn kib_of(text: &str, name: &str) -> Option<usize> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
+}
+
+/// The memory that a run may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryBudget {
+    /// The largest peak of the run's plan.
+    pub bytes: usize,
+    /// True if `max_memory_mib` gives it, false if it is a share of the free memory.
+    pub is_given: bool,
+}
+
+impl MemoryBudget {
+    /// Returns the budget of `run`: `max_memory_mib`, or 95 % of this device's free memory. On the
+    /// CPU, the ranks of a job share the latter. `None` if the free memory is unknown.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the device does not respond.
+    pub fn of(run: &RunConfig) -> Result<Option<Self>> {
+        if let Some(mib) = run.max_memory_mib {
+            return Ok(Some(Self {
+                bytes: mib.saturating_mul(1 << 20),
+                is_given: true,
+            }));
+        }
+        let free = if cuda_is_enabled() {
+            Some(cuda_memory(&device()?)?.free)
+        } else {
+            let ranks = launch::environment()?.map_or(1, |found| found.world_size);
+            free_memory(Path::new("/")).map(|bytes| bytes / ranks)
+        };
+        Ok(free.map(|free| Self {
+            bytes: free / 100 * USED_PERCENT,
+            is_given: false,
+        }))
+    }
+}
+
+impl fmt::Display for MemoryBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = self.bytes >> 20;
+        if self.is_given {
+            write!(f, "{mib} MiB (max_memory_mib)")
+        } else {
+            write!(f, "{mib} MiB ({USED_PERCENT} % of the free memory)")
+        }
+    }
+}
+
+/// Returns the memory that this process can still take: that of the machine, and of each control
+/// group above the process that has a limit. `root` is the folder with `proc` and `sys`.
+fn free_memory(root: &Path) -> Option<usize> {
+    let read = |path: &Path| fs::read_to_string(root.join(path)).ok();
+    let machine = kib_of(&read(Path::new("proc/meminfo"))?, "MemAvailable:")?;
+    let groups = read(Path::new("proc/self/cgroup")).unwrap_or_default();
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/"));
+    let mut folder = PathBuf::from("sys/fs/cgroup").join(own.unwrap_or_default());
+    let mut free = machine;
+    while folder.starts_with("sys/fs/cgroup") {
+        let number = |name| read(&folder.join(name))?.trim().parse::<usize>().ok();
+        // A limit of `max` is none.
+        if let (Some(limit), Some(used)) = (number("memory.max"), number("memory.current")) {
+            let statistics = read(&folder.join("memory.stat")).unwrap_or_default();
+            let files = statistics
+                .lines()
+                .find_map(|line| line.strip_prefix("inactive_file "))
+                .and_then(|bytes| bytes.trim().parse().ok());
+            // The system releases cached files when memory is short.
+            let used = used.saturating_sub(files.unwrap_or(0));
+            free = free.min(limit.saturating_sub(used));
+        }
+        folder.pop();
+    }
+    Some(free)
+}
+
+/// Returns the fit of `run` to `budget`, whose plans are those of [`memory_plan`].
+fn with_fit<T>(
+    run: &RunConfig,
+    model: &DecoderConfig,
+    prompts: &RunPrompts,
+    budget: MemoryBudget,
+    found: impl FnOnce(&MemoryFit<'_>) -> T,
+) -> T {
+    let plan = |train: &TrainConfig| memory_plan(run, train, model, prompts);
+    found(&MemoryFit {
+        bytes: budget.bytes,
+        model,
+        prompt_tokens: Prompt::longest(&prompts.train),
+        plan: &plan,
+    })
+}
+
+/// Returns whether the run's number of tokens in a micro-batch is chosen by memory.
+pub fn is_fitted(run: &RunConfig) -> bool {
+    run.train.micro_batch_tokens == Some(MicroBatchTokens::Auto(Auto::Auto))
+}
+
+/// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
+///
+/// # Errors
+///
+/// Returns an error with the sizes, and with changes that help, if the run does not fit.
+pub fn fitted_tokens(
+    run: &RunConfig,
+    model: &DecoderConfig,
+    prompts: &RunPrompts,
+) -> Result<usize> {
+    let Some(budget) = MemoryBudget::of(run)? else {
+        bail!(
+            "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
+        )
+    };
+    with_fit(run, model, prompts, budget, |fit| {
+        if let Some(tokens) = fit.micro_batch_tokens(&run.train)? {
+            return Ok(tokens);
+        }
+        bail!(
+            "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {}",
+            advice(fit.smallest_change(&run.train))
+        )
+    })
+}
+
+/// Returns the settings to change so that a run with this plan fits into the memory of this device:
+/// `None` if it fits, or if the free memory is unknown.
+///
+/// # Errors
+///
+/// Returns an error if the device does not respond.
+pub fn memory_advice(
+    run: &RunConfig,
+    model: &DecoderConfig,
+    prompts: &RunPrompts,
+    plan: &MemoryPlan,
+) -> Result<Option<String>> {
+    let Some(budget) = MemoryBudget::of(run)?.filter(|budget| plan.peak() > budget.bytes) else {
+        return Ok(None);
+    };
+    let changes = with_fit(run, model, prompts, budget, |fit| {
+        fit.smallest_change(&run.train)
+    });
+    let changes = advice(changes);
+    Ok(Some(format!("more than {budget}; {changes}")))
+}
+
+fn advice(changes: Option<Vec<String>>) -> String {
+    match changes {
+        Some(changes) => format!("to fit, set {}", changes.join(" and ")),
+        None => "no smaller setting is enough: choose a smaller model, or shorter prompts and completions".to_owned(),
+    }
+}
+
+/// Returns the number of tokens in a micro-batch with which the run in `run_dir` started. `None` if
+/// there is no run, or it had no such number.
+pub fn recorded_micro_batch_tokens(run_dir: &Path) -> Option<usize> {
+    if !RunDir::is_run(run_dir) {
+        return None;
+    }
+    let settings: Value = read_json(&run_dir.join(CONFIG)).ok()?;
+    usize::try_from(settings.get("micro_batch_tokens")?.as_u64()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(root: &Path, path: &str, text: &str) {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    #[test]
+    fn free_memory_is_that_of_the_machine_or_of_a_control_group() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        assert_eq!(free_memory(root), None);
+        write(
+            root,
+            "proc/meminfo",
+            "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n",
+        );
+        assert_eq!(free_memory(root), Some(8000 << 10));
+        write(root, "proc/self/cgroup", "0::/jobs/one\n");
+        write(root, "sys/fs/cgroup/jobs/one/memory.max", "max\n");
+        write(root, "sys/fs/cgroup/jobs/one/memory.current", "4096\n");
+        assert_eq!(free_memory(root), Some(8000 << 10));
+        // The limit of the group above.
+        write(root, "sys/fs/cgroup/jobs/memory.max", "1000000\n");
+        write(root, "sys/fs/cgroup/jobs/memory.current", "300000\n");
+        assert_eq!(free_memory(root), Some(700_000));
+        write(
+            root,
+            "sys/fs/cgroup/jobs/memory.stat",
+            "anon 1\ninactive_file 200000\n",
+        );
+        assert_eq!(free_memory(root), Some(900_000));
+        // Its own limit, of which all is in use.
+        write(root, "sys/fs/cgroup/jobs/one/memory.max", "4000\n");
+        assert_eq!(free_memory(root), Some(0));
+    }
+}

@@ -1,0 +1,102 @@
+//! `micro_batch_tokens: auto`, and what `grpo check` advises.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::support::{folder, grpo, said, short_config, succeeds};
+use super::train::assert_same_run;
+
+fn config(steps: usize, more: &str) -> String {
+    format!("{}{more}", short_config(steps))
+}
+
+fn fitted(steps: usize, mib: usize) -> String {
+    config(
+        steps,
+        &format!("micro_batch_tokens: auto\nmax_memory_mib: {mib}\n"),
+    )
+}
+
+fn recorded(folder: &Path) -> Value {
+    let text = fs::read_to_string(folder.join("run/config.json")).unwrap();
+    let settings: Value = serde_json::from_str(&text).unwrap();
+    settings["micro_batch_tokens"].clone()
+}
+
+/// The second machine has too little memory for a plan, and the run keeps its first number.
+#[test]
+fn a_resumed_run_keeps_the_number_that_it_started_with() {
+    let (whole, resumed) = (folder(&fitted(4, 100_000)), folder(&fitted(2, 100_000)));
+    for folder in [&whole, &resumed] {
+        let printed = succeeds(folder.path(), &["train", "run.yaml"]);
+        // Two prompts with four completions of up to six tokens are fewer than 64 tokens.
+        assert!(
+            printed.contains("micro_batch_tokens: auto is 64"),
+            "{printed}"
+        );
+        assert_eq!(recorded(folder.path()), 64);
+    }
+    fs::write(resumed.path().join("run.yaml"), fitted(4, 1)).unwrap();
+    succeeds(resumed.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(recorded(resumed.path()), 64);
+    assert_same_run(resumed.path(), whole.path(), 4);
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_an_error() {
+    let folder = folder(&fitted(2, 1));
+    for command in ["train", "check"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        let words = "micro_batch_tokens: auto, but the longest sequence does not fit into 1 MiB (max_memory_mib); no smaller setting is enough";
+        assert!(said(&output).contains(words), "{}", said(&output));
+        assert!(!folder.path().join("run").exists());
+    }
+}
+
+#[test]
+fn check_prints_the_number_and_whether_the_run_fits() {
+    let check = |config: &str| {
+        let folder = folder(config);
+        succeeds(folder.path(), &["check", "run.yaml"])
+    };
+    let printed = check(&fitted(2, 100_000));
+    assert!(
+        printed.contains("micro_batch_tokens: auto is 64 here.\n"),
+        "{printed}"
+    );
+    let printed = check(&config(2, "max_memory_mib: 1\n"));
+    assert!(
+        printed.contains("This is more than 1 MiB (max_memory_mib); no smaller setting is enough"),
+        "{printed}"
+    );
+    let printed = check(&config(2, "max_memory_mib: 100000\n"));
+    assert!(!printed.contains("This is more than"), "{printed}");
+}
+
+#[test]
+fn another_word_than_auto_is_an_error() {
+    let folder = folder(&config(2, "micro_batch_tokens: all\n"));
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    let words = "micro_batch_tokens: expected a number of tokens or auto";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
+/// The bits do not depend on the recomputed layers.
+#[test]
+fn a_resumed_run_may_recompute_other_layers() {
+    let (whole, resumed) = (
+        folder(&config(4, "")),
+        folder(&config(2, "activation_checkpointing: 1\n")),
+    );
+    for folder in [&whole, &resumed] {
+        succeeds(folder.path(), &["train", "run.yaml"]);
+    }
+    let config = config(4, "activation_checkpointing: true\n");
+    fs::write(resumed.path().join("run.yaml"), config).unwrap();
+    succeeds(resumed.path(), &["train", "run.yaml", "--resume"]);
+    assert_same_run(resumed.path(), whole.path(), 4);
+}
