@@ -16,7 +16,7 @@ mod trajectories;
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
-pub use hub::{locate, locate_files};
+pub use hub::{check_upload, locate, locate_files, upload};
 pub use model::{
     clock_of_run, device, load_model, load_model_without_weights, load_policy, model_path,
 };

@@ -25,6 +25,7 @@ mod mixing;
 mod models;
 mod mutation;
 mod overwrite;
+mod push;
 mod real_engines;
 mod report;
 mod running;
