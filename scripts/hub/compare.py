@@ -1,4 +1,4 @@
-"""Compares the caches that `grpo` and `huggingface_hub` write, and reads each with the other program.
+"""Compares the caches and repositories that `grpo` and `huggingface_hub` write, and reads each with the other program.
 
     scripts/hub/compare.py target/debug/grpo
 
@@ -138,7 +138,12 @@ def main():
         hub = server.start({MODEL: policy, PRIVATE: private, DATA: rows})
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         try:
-            compare(Programs(sys.argv[1], folder, f"http://127.0.0.1:{hub.server_port}"), hub, policy, rows)
+            programs = Programs(sys.argv[1], folder, f"http://127.0.0.1:{hub.server_port}")
+            compare(programs, hub, policy, rows)
+            for part_size in (None, 500):
+                hub.part_size = part_size
+                hub.objects.clear()
+                compare_uploads(programs, hub, "parts" if part_size else "whole")
         finally:
             hub.shutdown()
 
@@ -188,6 +193,69 @@ def compare(programs, hub, policy, rows):
     programs.ran("sample", PRIVATE, "ab", "--max-new-tokens", "4", home=third)
     stored = [token for _, path, token in hub.log[asked:] if path.startswith("storage/")]
     check(len(stored) == 2 and not any(stored), "grpo sends the token, of the variable or the file, to the hub alone")
+
+
+def fields(write):
+    """The fields of an upload's request that do not depend on the program."""
+    path, sent, headers = write
+    if isinstance(sent, bytes):
+        return path, headers["Content-Length"], server.sha256(sent), headers.get("Authorization")
+    first, *lines = sent
+    media = headers["Content-Type"]
+    if path.endswith("/create"):
+        visibility = {True: "private", False: "public"}
+        return path, first.get("type", "model"), first["organization"], first.get("visibility") or visibility[first["private"]], media
+    if path.endswith("/batch"):
+        objects = sorted(json.dumps(asked, sort_keys=True) for asked in first.pop("objects"))
+        return path, json.dumps(first, sort_keys=True), tuple(objects), headers["Accept"], media
+    if "/preupload/" in path:
+        first["files"].sort(key=lambda file: file["path"])
+    lines = sorted(json.dumps(line, sort_keys=True) for line in lines)
+    return path, json.dumps(first, sort_keys=True), tuple(lines), media.split(";")[0]
+
+
+def compare_uploads(programs, hub, name):
+    """Uploads a folder with both programs. `name` is that of the repository."""
+    folder, home = programs.folder / "policy", programs.folder / "push"
+    (folder / "möre").mkdir(exist_ok=True)
+    (folder / "möre" / "模型 1.json").write_text("{}")
+    (folder / "möre" / "empty").write_text("")
+    variables = {"home": home, "HF_TOKEN": server.TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    (home / "hub").mkdir(parents=True, exist_ok=True)
+
+    def python(repository):
+        programs.python(f"""
+api = HfApi()
+api.create_repo({repository!r}, private=True, exist_ok=True)
+api.upload_folder(repo_id={repository!r}, folder_path="policy", commit_message="Upload")
+""", **variables)
+
+    def grpo(repository):
+        return programs.ran("push", "policy", repository, "--message", "Upload", **variables)
+
+    def writes(upload, repository):
+        """The requests of an upload, as if the repository were `org/name`."""
+        hub.writes.clear()
+        upload(repository)
+        text = [repr(fields(write)).replace(repository, "org/name") for write in hub.writes]
+        return sorted(text)
+
+    theirs = writes(python, f"org/{name}-theirs")
+    hub.objects.clear()
+    ours = writes(grpo, f"org/{name}-ours")
+    puts = [write for write in ours if "/storage/" in write]
+    check(len(puts) == (-(-len((folder / "model.safetensors").read_bytes()) // 500) if name == "parts" else 1), f"{name}: one PUT a part")
+    for write in sorted({*ours, *theirs}):
+        check(write in ours and write in theirs, f"{name}: both sent {write[:100]}")
+    found, expected = (hub.repositories[f"org/{name}-{whose}"] for whose in ("ours", "theirs"))
+    check(found.private and expected.private, f"{name}: both repositories are private")
+    check(found.files == expected.files == server.Repository(folder).files, f"{name}: both repositories have the files of the folder")
+
+    again = [write for write in writes(grpo, f"org/{name}-theirs") if "/storage/" in write or "/commit/" in write]
+    check(not again, f"{name}: grpo sends nothing that huggingface_hub has uploaded")
+    again = [write for write in writes(python, f"org/{name}-ours") if "/storage/" in write or "/commit/" in write]
+    check(not again, f"{name}: huggingface_hub sends nothing that grpo has uploaded")
+    programs.ran("sample", f"org/{name}-ours", "ab", "--max-new-tokens", "4", home=home, HF_TOKEN=server.TOKEN)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ pub enum Phase {
     HeldOutLoss,
     /// Downloading files from the hub. A unit is a byte.
     Download,
+    /// Uploading files to the hub. A unit is a byte.
+    Upload,
 }
 
 /// Receives progress from steps, and can cancel them. [`Self::begin`], [`Self::advance`] and

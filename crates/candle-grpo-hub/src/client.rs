@@ -4,13 +4,13 @@ use std::io::{ErrorKind, Read};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use ureq::http::header::{HeaderMap, LOCATION};
+use ureq::http::header::{AUTHORIZATION, CONTENT_LENGTH, HeaderMap, LOCATION};
 use ureq::http::{Response, Uri};
-use ureq::{Agent, Body};
+use ureq::{Agent, Body, RequestBuilder, SendBody, Timeout};
 
 use super::name::{HubKind, HubName};
 use super::{Hub, TransferError};
-use crate::http::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
+use crate::http::{MAX_PAUSE, backoff, is_transient, message_of, pause, redacted, retry_after};
 use candle_grpo_base::Progress;
 
 /// Timeout for connecting, and for each read.
@@ -18,8 +18,8 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Timeout for all headers in a response.
 const HEADERS: Duration = Duration::from_secs(30);
 const MAX_REDIRECTS: usize = 10;
-/// Maximum size of a file list in bytes.
-const MAX_LIST: usize = 1 << 26;
+/// Maximum size of a response body in bytes, such as a file list.
+const MAX_ANSWER: usize = 1 << 26;
 /// Attempts without progress.
 pub(super) const TRIES: usize = 5;
 
@@ -134,7 +134,7 @@ impl<'a> Client<'a> {
         );
         let text = self.with_retries(tries, || {
             let answer = self.send(Method::Get, &url, 0)?;
-            self.read_list(&url, answer)
+            self.read(&url, answer.response, "the file list")
         })?;
         let wrong = |what: &str| {
             Failure::Other(anyhow::anyhow!(
@@ -154,20 +154,25 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Reads the body of a file list. A server that sends it in small pieces does not hold up the
-    /// program.
-    fn read_list(&self, url: &str, answer: Answer) -> Result<Vec<u8>, Failure> {
+    /// Reads a response body, which messages call `what`. A server that sends it in small pieces
+    /// does not hold up the program.
+    pub(super) fn read(
+        &self,
+        url: &str,
+        response: Response<Body>,
+        what: &str,
+    ) -> Result<Vec<u8>, Failure> {
         let begun = Instant::now();
-        let too_much = |what: String| {
-            let message = format!("{}: the file list {what}", shown(url));
+        let too_much = |problem: String| {
+            let message = format!("{}: {what} {problem}", shown(url));
             Failure::Other(TransferError(message).into())
         };
-        let mut body = answer.response.into_body().into_reader();
-        let mut list = Vec::new();
+        let mut body = response.into_body().into_reader();
+        let mut bytes = Vec::new();
         let mut buffer = vec![0; 1 << 16];
         loop {
             self.ensure_not_canceled()?;
-            let limit = self.hub.list_limit;
+            let limit = self.hub.answer_limit;
             if begun.elapsed() > limit {
                 return Err(too_much(format!(
                     "takes more than {} s",
@@ -175,16 +180,16 @@ impl<'a> Client<'a> {
                 )));
             }
             match body.read(&mut buffer) {
-                Ok(0) => return Ok(list),
-                Ok(read) => list.extend_from_slice(&buffer[..read]),
+                Ok(0) => return Ok(bytes),
+                Ok(read) => bytes.extend_from_slice(&buffer[..read]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => {
-                    let failure = format!("{}: the file list was interrupted: {error}", shown(url));
+                    let failure = format!("{}: {what} was interrupted: {error}", shown(url));
                     return Err(Failure::transient(failure));
                 }
             }
-            if list.len() > MAX_LIST {
-                return Err(too_much(format!("has more than {MAX_LIST} bytes")));
+            if bytes.len() > MAX_ANSWER {
+                return Err(too_much(format!("has more than {MAX_ANSWER} bytes")));
             }
         }
     }
@@ -268,7 +273,7 @@ impl<'a> Client<'a> {
             let is_redirect = matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308);
             if is_redirect && !(method == Method::Head && etag.is_some()) {
                 let location = text(headers, LOCATION.as_str()).unwrap_or_default();
-                url = redirected(&url, location)?;
+                url = linked(&url, location, "a redirect")?;
                 continue;
             }
             if !is_redirect {
@@ -299,12 +304,108 @@ impl<'a> Client<'a> {
         if start > 0 {
             request = request.header("Range", format!("bytes={start}-"));
         }
-        if let Some(token) = &self.hub.token
-            && origin(url).is_some_and(|origin| Some(origin) == self::origin(&self.hub.endpoint))
-        {
-            request = request.header("Authorization", format!("Bearer {token}"));
+        let sent = self.authorized(request, url).call();
+        sent.map_err(|error| of_transport(error, LIMIT))
+    }
+
+    /// Adds the token to a request, if it goes to the hub.
+    fn authorized<B>(&self, request: RequestBuilder<B>, url: &str) -> RequestBuilder<B> {
+        match &self.hub.token {
+            Some(token) if is_same_origin(url, &self.hub.endpoint) => {
+                request.header(AUTHORIZATION, format!("Bearer {token}"))
+            }
+            _ => request,
         }
-        request.call().map_err(of_transport)
+    }
+
+    /// Posts `body` once, and returns the response body. Redirects within a host are followed.
+    pub(super) fn post(
+        &self,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Result<Vec<u8>, Failure> {
+        let mut url = url.to_owned();
+        for _ in 0..MAX_REDIRECTS {
+            self.ensure_not_canceled()?;
+            let mut request = self.authorized(self.agent.post(&url), &url);
+            for (name, value) in headers {
+                request = request.header(*name, *value);
+            }
+            let sent = self.limited(request).send(body);
+            let response = sent.map_err(|error| of_transport(error, self.hub.answer_limit))?;
+            let status = response.status().as_u16();
+            // With other redirects, the request would become a GET.
+            if matches!(status, 307 | 308) {
+                let location = text(response.headers(), LOCATION.as_str()).unwrap_or_default();
+                let target = linked(&url, location, "a redirect")?;
+                if !is_same_origin(&url, &target) {
+                    let (from, to) = (shown(&url), shown(&target));
+                    return Err(Failure::Other(anyhow::anyhow!(
+                        "{from}: a redirect to {to}, another host, is not followed; set HF_ENDPOINT to the hub's URL"
+                    )));
+                }
+                url = target;
+                continue;
+            }
+            return self.accepted(&url, response);
+        }
+        Err(Failure::transient(format!(
+            "{}: more than {MAX_REDIRECTS} redirects",
+            shown(&url)
+        )))
+    }
+
+    /// Uploads the `size` bytes in `body` to a storage server once, without the token. Returns the
+    /// ETag.
+    pub(super) fn put(
+        &self,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: &mut dyn Read,
+        size: u64,
+    ) -> Result<Option<String>, Failure> {
+        self.ensure_not_canceled()?;
+        let mut request = self.agent.put(url).header(CONTENT_LENGTH, size);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let sent = self.limited(request).send(SendBody::from_reader(body));
+        // The body ends with an error if the upload is canceled.
+        self.ensure_not_canceled()?;
+        let response = sent.map_err(|error| of_transport(error, self.hub.answer_limit))?;
+        let etag = text(response.headers(), "etag").map(str::to_owned);
+        self.accepted(url, response)?;
+        Ok(etag)
+    }
+
+    /// Sets the timeout for a response to an upload, for which the server may compute.
+    fn limited<B>(&self, request: RequestBuilder<B>) -> RequestBuilder<B> {
+        let limit = self.hub.answer_limit;
+        // A time that no clock can measure is no limit.
+        let limit = Instant::now().checked_add(limit).map(|_| limit);
+        let config = request.config().timeout_recv_response(limit);
+        config.timeout_per_read(limit).build()
+    }
+
+    /// Returns the body of a response, or the failure that its status stands for.
+    fn accepted(&self, url: &str, response: Response<Body>) -> Result<Vec<u8>, Failure> {
+        let mut refusal = match failure_of(url, &response) {
+            Ok(()) => return self.read(url, response, "the response"),
+            Err(Failure::Refused(refusal)) => refusal,
+            Err(failure) => return Err(failure),
+        };
+        if refusal.message.is_empty() {
+            let body = self.read(url, response, "the response").unwrap_or_default();
+            refusal.message = message_of(&String::from_utf8_lossy(&body));
+        }
+        refusal.message = self.redacted(&refusal.message);
+        Err(Failure::Refused(refusal))
+    }
+
+    /// The text without the token.
+    pub(super) fn redacted(&self, text: &str) -> String {
+        redacted(text, self.hub.token.as_deref())
     }
 }
 
@@ -321,9 +422,14 @@ fn failure_of(url: &str, response: &Response<Body>) -> Result<(), Failure> {
             429 => "too many requests",
             _ => "the server is not available",
         };
+        let after = retry_after(headers);
+        let asked = match after {
+            Some(pause) => format!("; it asks for a pause of {} s", pause.as_secs()),
+            None => String::new(),
+        };
         return Err(Failure::Transient {
-            message: format!("{}: {reason} (status {status})", shown(url)),
-            after: retry_after(headers),
+            message: format!("{}: {reason} (status {status}){asked}", shown(url)),
+            after,
         });
     }
     let header = |name: &str| text(headers, name).unwrap_or_default().to_owned();
@@ -334,10 +440,13 @@ fn failure_of(url: &str, response: &Response<Body>) -> Result<(), Failure> {
     }))
 }
 
-/// The failure for a connection error.
-pub(super) fn of_transport(error: ureq::Error) -> Failure {
+/// The failure for a connection error. A response may take up to `limit` to begin.
+fn of_transport(error: ureq::Error, limit: Duration) -> Failure {
     use ureq::Error;
     match error {
+        Error::Timeout(Timeout::RecvResponse | Timeout::PerRead) => {
+            Failure::transient(format!("no answer within {} s", limit.as_secs_f64()))
+        }
         Error::Timeout(_) => Failure::transient(format!("no answer within {} s", LIMIT.as_secs())),
         Error::BadUri(_) | Error::Http(_) | Error::InvalidProxyUrl | Error::Rustls(_) => {
             Failure::Other(error.into())
@@ -368,16 +477,22 @@ fn origin(url: &str) -> Option<(String, String, Option<u16>)> {
     Some((scheme, uri.host()?.to_ascii_lowercase(), port))
 }
 
+/// Returns whether two URLs have the same scheme, host and port.
+fn is_same_origin(a: &str, b: &str) -> bool {
+    origin(a).is_some_and(|origin| Some(origin) == self::origin(b))
+}
+
 /// A URL without its query, which can contain a signature.
-fn shown(url: &str) -> &str {
+pub(super) fn shown(url: &str) -> &str {
     url.split('?').next().unwrap_or(url)
 }
 
-/// The URL that `location` stands for in a response from `url`. It must be encrypted if `url` is.
-fn redirected(url: &str, location: &str) -> Result<String, Failure> {
-    let wrong = |what: &str| {
+/// The URL that `location`, which messages call `what`, stands for in a response from `url`. It
+/// must be encrypted if `url` is.
+pub(super) fn linked(url: &str, location: &str, what: &str) -> Result<String, Failure> {
+    let wrong = |problem: &str| {
         let (from, to) = (shown(url), shown(location));
-        Failure::Other(anyhow::anyhow!("{from}: a redirect to {to:?}, {what}"))
+        Failure::Other(anyhow::anyhow!("{from}: {what} to {to:?}, {problem}"))
     };
     let (scheme, rest) = url.split_once("://").unwrap_or_default();
     let host = rest.split('/').next().unwrap_or_default();
@@ -400,7 +515,7 @@ fn redirected(url: &str, location: &str) -> Result<String, Failure> {
 }
 
 /// Percent-encodes `text` for part of a URL, except the characters in `keep`.
-fn encoded(text: &str, keep: &str) -> String {
+pub(super) fn encoded(text: &str, keep: &str) -> String {
     text.bytes()
         .map(|byte| match char::from(byte) {
             c if c.is_ascii_alphanumeric() || "-._~".contains(c) || keep.contains(c) => {
@@ -423,9 +538,9 @@ mod tests {
             ("//cdn.example/x", "https://cdn.example/x"),
             ("/b/f", "https://hub.example:8/b/f"),
         ] {
-            assert_eq!(redirected(url, location).unwrap(), expected);
+            assert_eq!(linked(url, location, "a redirect").unwrap(), expected);
         }
-        let error = |location: &str| match redirected(url, location) {
+        let error = |location: &str| match linked(url, location, "a redirect") {
             Err(Failure::Other(error)) => error.to_string(),
             other => panic!("{other:?}"),
         };
@@ -434,17 +549,31 @@ mod tests {
         assert!(
             error.ends_with("\"http://cdn.example/x\", which is not encrypted and not followed")
         );
-        assert!(redirected("http://hub.example/f", "http://cdn.example/x").is_ok());
+        assert!(linked("http://hub.example/f", "http://cdn.example/x", "a redirect").is_ok());
     }
 
     #[test]
     fn an_origin_is_scheme_host_and_port() {
-        let same = |a: &str, b: &str| origin(a).is_some() && origin(a) == origin(b);
-        assert!(same("https://Hub.example/a", "https://hub.example:443"));
-        assert!(!same("https://hub.example/a", "http://hub.example/a"));
-        assert!(!same("https://hub.example/a", "https://hub.example:444/a"));
-        assert!(!same("https://hub.example/a", "https://hub.example.evil/a"));
-        assert!(!same("https://hub.example/a", "https://hub.example@evil/a"));
+        assert!(is_same_origin(
+            "https://Hub.example/a",
+            "https://hub.example:443"
+        ));
+        assert!(!is_same_origin(
+            "https://hub.example/a",
+            "http://hub.example/a"
+        ));
+        assert!(!is_same_origin(
+            "https://hub.example/a",
+            "https://hub.example:444/a"
+        ));
+        assert!(!is_same_origin(
+            "https://hub.example/a",
+            "https://hub.example.evil/a"
+        ));
+        assert!(!is_same_origin(
+            "https://hub.example/a",
+            "https://hub.example@evil/a"
+        ));
     }
 
     #[test]

@@ -14,8 +14,8 @@ use candle_grpo_base::secrets::HUB_TOKENS;
 
 const ENDPOINT: &str = "https://huggingface.co";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// A file list has at most a few MB.
-const LIST_LIMIT: Duration = Duration::from_secs(60);
+/// A file list has at most a few MB, and the hub takes at most a minute for a commit.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 /// Hubs report sizes for weights. A tokenizer has at most some tens of MB.
 const UNSIZED_LIMIT: u64 = 1 << 28;
 
@@ -51,7 +51,7 @@ impl Hub {
                 .into_iter()
                 .find(|name| variables.is_set(name)),
             first_pause: FIRST_PAUSE,
-            list_limit: LIST_LIMIT,
+            answer_limit: ANSWER_LIMIT,
             unsized_limit: UNSIZED_LIMIT,
         })
     }

@@ -2,6 +2,7 @@
 //!
 //! [`HubName`] is a name such as `Qwen/Qwen2.5-0.5B-Instruct@main`. With the feature `client`,
 //! `Hub::locate` returns where its files are in the cache, and downloads missing ones.
+//! `Hub::upload` uploads a folder to a repository.
 
 #[cfg(feature = "client")]
 mod cache;
@@ -18,6 +19,9 @@ pub mod http;
 #[cfg(feature = "client")]
 mod locate;
 mod name;
+#[cfg(feature = "client")]
+mod upload;
+mod uploaded;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -25,6 +29,7 @@ use std::path::PathBuf;
 #[cfg(feature = "client")]
 pub use locate::Hub;
 pub use name::{HubKind, HubName, is_gguf};
+pub use uploaded::{Transfer, UploadOptions, Uploaded, UploadedFile};
 
 /// The part of a repository that you need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -43,8 +43,9 @@ pub struct Hub {
     pub offline: Option<&'static str>,
     /// Pause after a request's first failure. It doubles with each further one.
     pub first_pause: std::time::Duration,
-    /// Maximum time to list a repository's files.
-    pub list_limit: std::time::Duration,
+    /// Maximum time to receive a response that is not a file: a file list, or the result of an
+    /// upload.
+    pub answer_limit: std::time::Duration,
     /// Maximum size in bytes for a file whose size the server does not report.
     pub unsized_limit: u64,
 }

@@ -194,7 +194,7 @@ fn is_id(id: &str) -> bool {
     id.split('/').count() == 2 && id.split('/').all(is_part)
 }
 
-fn is_revision(revision: &str) -> bool {
+pub(super) fn is_revision(revision: &str) -> bool {
     !revision.contains("..") && revision.split('/').all(is_word)
 }
 

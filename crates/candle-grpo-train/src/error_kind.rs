@@ -117,7 +117,7 @@ mod tests {
             token: None,
             offline: None,
             first_pause: Duration::from_millis(1),
-            list_limit: Duration::MAX,
+            answer_limit: Duration::MAX,
             unsized_limit: u64::MAX,
         };
         let name = HubName::of(Path::new("org/model")).unwrap().unwrap();

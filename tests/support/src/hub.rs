@@ -5,17 +5,23 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde_json::json;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
 use crate::{HttpServer, Reply, Request};
+
+const MAIN: &str = "main";
 
 /// A repository on a [`FakeHub`].
 #[derive(Debug, Clone)]
 pub struct HubRepository {
     path: String,
-    /// The commit at `main`.
-    commit: String,
+    is_private: bool,
+    /// The commit at each branch.
+    branches: BTreeMap<String, String>,
     /// Each commit's files.
     commits: BTreeMap<String, BTreeMap<String, Vec<u8>>>,
     /// The token that grants access, and whether others can see that the repository exists.
@@ -27,7 +33,8 @@ impl HubRepository {
     pub fn new<'a>(path: &str, files: impl IntoIterator<Item = (&'a str, Vec<u8>)>) -> Self {
         let mut repository = Self {
             path: path.to_owned(),
-            commit: String::new(),
+            is_private: true,
+            branches: BTreeMap::new(),
             commits: BTreeMap::new(),
             token: None,
         };
@@ -45,33 +52,87 @@ impl HubRepository {
         }
     }
 
+    /// Makes the repository public.
+    #[must_use]
+    pub fn as_public(self) -> Self {
+        Self {
+            is_private: false,
+            ..self
+        }
+    }
+
     /// Adds a commit with `files` to `main`, and returns its hash.
     pub fn push<'a>(&mut self, files: impl IntoIterator<Item = (&'a str, Vec<u8>)>) -> String {
         let files = files.into_iter();
         let files: BTreeMap<String, Vec<u8>> = files
             .map(|(name, bytes)| (name.to_owned(), bytes))
             .collect();
+        self.push_to(MAIN, files)
+    }
+
+    fn push_to(&mut self, branch: &str, files: BTreeMap<String, Vec<u8>>) -> String {
         let text = format!("{} {files:?}", self.commits.len());
-        self.commit = git_hash(text.as_bytes());
-        self.commits.insert(self.commit.clone(), files);
-        self.commit.clone()
+        let commit = git_hash(text.as_bytes());
+        self.commits.insert(commit.clone(), files);
+        self.branches.insert(branch.to_owned(), commit.clone());
+        commit
     }
 
     /// The commit at `main`.
     pub fn commit(&self) -> &str {
-        &self.commit
+        &self.branches[MAIN]
+    }
+
+    /// The number of commits.
+    pub fn commits(&self) -> usize {
+        self.commits.len()
+    }
+
+    /// Returns whether only its owners can read the repository.
+    pub fn is_private(&self) -> bool {
+        self.is_private
+    }
+
+    /// The files at a branch.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such branch.
+    pub fn files(&self, branch: &str) -> &BTreeMap<String, Vec<u8>> {
+        &self.commits[&self.branches[branch]]
+    }
+
+    /// The commit at a branch, or a commit.
+    fn commit_of(&self, revision: &str) -> Option<String> {
+        if revision == "refs/pr/1" {
+            return Some(self.commit().to_owned());
+        }
+        let branch = self.branches.get(revision);
+        let is_commit = self.commits.contains_key(revision);
+        branch
+            .cloned()
+            .or_else(|| is_commit.then(|| revision.to_owned()))
     }
 }
 
 type Change = Box<dyn FnMut(&Request, Reply) -> Reply + Send>;
+type Refusal = Box<dyn FnMut(&Request) -> Option<Reply> + Send>;
 
 struct State {
     repositories: Vec<HubRepository>,
+    /// Uploaded large files by their SHA-256.
+    objects: BTreeMap<String, Vec<u8>>,
+    /// Uploaded parts of large files, by SHA-256 and number.
+    parts: BTreeMap<(String, usize), Vec<u8>>,
+    /// The size of parts.
+    part_size: Option<usize>,
     change: Change,
+    refusal: Refusal,
 }
 
 /// A server with the hub API, and a second one with another origin that stores large files. Large
-/// files are those whose names end in `.safetensors` or `.gguf`.
+/// files are those whose names end in `.safetensors` or `.gguf`. Uploads need any token, and ignore
+/// files whose names end in `.log`.
 ///
 /// ```
 /// use candle_grpo_test_support::{FakeHub, HubRepository};
@@ -92,19 +153,17 @@ impl FakeHub {
     pub fn start(repositories: impl IntoIterator<Item = HubRepository>) -> Self {
         let state = Arc::new(Mutex::new(State {
             repositories: repositories.into_iter().collect(),
+            objects: BTreeMap::new(),
+            parts: BTreeMap::new(),
+            part_size: None,
             change: Box::new(|_, reply| reply),
+            refusal: Box::new(|_| None),
         }));
         let shared = Arc::clone(&state);
-        let storage = HttpServer::start(move |request| {
-            let mut state = lock(&shared);
-            let reply = state.stored(request);
-            (state.change)(request, reply)
-        });
+        let storage = HttpServer::start(move |request| lock(&shared).reply(request, State::stored));
         let (shared, address) = (Arc::clone(&state), storage.url());
         let api = HttpServer::start(move |request| {
-            let mut state = lock(&shared);
-            let reply = state.answer(request, &address);
-            (state.change)(request, reply)
+            lock(&shared).reply(request, |state, request| state.answer(request, &address))
         });
         Self {
             api,
@@ -136,7 +195,19 @@ impl FakeHub {
         lock(&self.state).change = Box::new(change);
     }
 
-    /// Changes the repository with index `index`.
+    /// Answers requests to both servers, from now on, for which `refusal` has a response. They have
+    /// no effect.
+    pub fn set_refusal(&self, refusal: impl FnMut(&Request) -> Option<Reply> + Send + 'static) {
+        lock(&self.state).refusal = Box::new(refusal);
+    }
+
+    /// Makes uploads of large files come in parts of `bytes` bytes.
+    pub fn set_part_size(&self, bytes: usize) {
+        lock(&self.state).part_size = Some(bytes);
+    }
+
+    /// Changes the repository with index `index`. Repositories that uploads create follow those of
+    /// [`Self::start`].
     pub fn change_repository<T>(
         &self,
         index: usize,
@@ -160,15 +231,34 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl State {
-    fn answer(&self, request: &Request, storage: &str) -> Reply {
-        let refuse = |status, code: &str| Reply::new(status, "").with_header("x-error-code", code);
+    fn reply(
+        &mut self,
+        request: &Request,
+        answer: impl FnOnce(&mut Self, &Request) -> Reply,
+    ) -> Reply {
+        if let Some(refusal) = (self.refusal)(request) {
+            return refusal;
+        }
+        let reply = answer(self, request);
+        (self.change)(request, reply)
+    }
+
+    fn answer(&mut self, request: &Request, storage: &str) -> Reply {
+        if request.method == "POST" {
+            return self.write(request, storage);
+        }
         let path = request.path().trim_start_matches('/').replace("%2F", "/");
         let (is_api, path) = match path.strip_prefix("api/") {
             Some(rest) => (true, rest.trim_start_matches("models/")),
             None => (false, path.as_str()),
         };
         let found = self.repositories.iter().find_map(|repository| {
-            let rest = path.strip_prefix(&repository.path)?.strip_prefix('/')?;
+            let rest = path.strip_prefix(&repository.path)?;
+            let rest = if rest.is_empty() {
+                rest
+            } else {
+                rest.strip_prefix('/')?
+            };
             Some((repository, rest))
         });
         let Some((repository, rest)) = found else {
@@ -184,13 +274,11 @@ impl State {
                 refuse(401, "RepoNotFound")
             };
         }
-        let commit_of = |revision: &str| match revision {
-            "main" | "refs/pr/1" => Some(repository.commit.clone()),
-            commit => repository
-                .commits
-                .contains_key(commit)
-                .then(|| commit.to_owned()),
-        };
+        let commit_of = |revision: &str| repository.commit_of(revision);
+        if is_api && rest.is_empty() {
+            let found = json!({"id": repository.path, "private": repository.is_private});
+            return Reply::new(200, found.to_string());
+        }
         if is_api {
             let Some(commit) = rest.strip_prefix("revision/").and_then(commit_of) else {
                 return refuse(404, "RevisionNotFound");
@@ -221,7 +309,164 @@ impl State {
             .with_header("x-repo-commit", commit)
     }
 
-    fn stored(&self, request: &Request) -> Reply {
+    /// Answers a request that changes a repository.
+    fn write(&mut self, request: &Request, storage: &str) -> Reply {
+        if request.header("authorization").is_none() && request.path() != "/complete" {
+            return Reply::new(401, r#"{"error": "Invalid username or password."}"#);
+        }
+        let path = request.path().replace("%2F", "/");
+        let lines = request.body.split(|&byte| byte == b'\n');
+        let lines = lines.filter(|line| !line.is_empty());
+        let lines: Option<Vec<Value>> = lines
+            .map(|line| serde_json::from_slice(line).ok())
+            .collect();
+        let Some([first, rest @ ..]) = lines.as_deref() else {
+            return Reply::new(400, r#"{"error": "not JSON"}"#);
+        };
+        match path.as_str() {
+            "/api/validate-yaml" => return json_reply(&json!({"errors": [], "warnings": []})),
+            "/api/repos/create" => return self.create(first),
+            "/complete" => return self.complete(first),
+            _ => {}
+        }
+        let found = self.repositories.iter_mut().find_map(|repository| {
+            let path = path
+                .trim_start_matches("/api/models")
+                .trim_start_matches('/');
+            let rest = path.strip_prefix(&repository.path)?;
+            Some((repository, rest.to_owned()))
+        });
+        let Some((repository, what)) = found else {
+            return refuse(404, "RepoNotFound");
+        };
+        let host = request.header("host").unwrap_or_default();
+        match what.as_str() {
+            ".git/info/lfs/objects/batch" => {
+                let id = repository.path.clone();
+                return self.batch(&id, first, storage, &format!("http://{host}"));
+            }
+            "/verify" => {
+                let object = self.objects.get(first["oid"].as_str().unwrap_or_default());
+                let is_whole = object.is_some_and(|bytes| first["size"] == bytes.len());
+                return Reply::new(if is_whole { 200 } else { 404 }, "");
+            }
+            _ => {}
+        }
+        let (action, revision) = what
+            .trim_start_matches('/')
+            .split_once('/')
+            .unwrap_or_default();
+        if action == "branch" {
+            if repository.branches.contains_key(revision) {
+                return Reply::new(409, r#"{"error": "the branch exists"}"#);
+            }
+            let commit = repository.commit().to_owned();
+            repository.branches.insert(revision.to_owned(), commit);
+            return Reply::new(201, "");
+        }
+        if !repository.branches.contains_key(revision) {
+            return refuse(404, "RevisionNotFound");
+        }
+        match action {
+            "preupload" => decide(repository.files(revision), first),
+            "commit" => {
+                let mut files = repository.files(revision).clone();
+                for line in rest {
+                    let value = &line["value"];
+                    let path = value["path"].as_str().unwrap_or_default().to_owned();
+                    let text = |key: &str| value[key].as_str().unwrap_or_default();
+                    let contents = match line["key"].as_str() {
+                        Some("file") => STANDARD.decode(text("content")).ok(),
+                        _ => self.objects.get(text("oid")).cloned(),
+                    };
+                    let Some(contents) = contents else {
+                        return Reply::new(400, r#"{"error": "the contents are missing"}"#);
+                    };
+                    files.insert(path, contents);
+                }
+                let commit = repository.push_to(revision, files);
+                json_reply(&json!({"success": true, "commitOid": commit, "commitUrl": ""}))
+            }
+            _ => refuse(404, "EntryNotFound"),
+        }
+    }
+
+    fn create(&mut self, repository: &Value) -> Reply {
+        let text = |key: &str| repository[key].as_str().unwrap_or_default();
+        let path = format!("{}/{}", text("organization"), text("name"));
+        if self.repositories.iter().any(|found| found.path == path) {
+            return Reply::new(409, r#"{"error": "You already created this model repo"}"#);
+        }
+        let mut created = HubRepository::new(&path, [(".gitattributes", Vec::new())]);
+        created.is_private = repository["private"] == true;
+        self.repositories.push(created);
+        json_reply(&json!({"url": path}))
+    }
+
+    /// Answers the batch API of Git LFS.
+    fn batch(&self, id: &str, request: &Value, storage: &str, hub: &str) -> Reply {
+        let answer = |object: &Value| {
+            let oid = object["oid"].as_str().unwrap_or_default();
+            if self.objects.contains_key(oid) {
+                return object.clone();
+            }
+            let size = object["size"].as_u64().unwrap_or_default() as usize;
+            let upload = match self.part_size {
+                None => json!({"href": format!("{storage}/{oid}?signature=1")}),
+                Some(bytes) => {
+                    let parts = (1..=size.div_ceil(bytes)).map(|part| {
+                        let url = format!("{storage}/{oid}?part={part}&signature=1");
+                        (part.to_string(), json!(url))
+                    });
+                    let mut header: serde_json::Map<String, Value> = parts.collect();
+                    header.insert("chunk_size".to_owned(), json!(bytes.to_string()));
+                    json!({"href": format!("{hub}/complete?signature=1"), "header": header})
+                }
+            };
+            let verify = json!({"href": format!("{hub}/{id}/verify")});
+            json!({"oid": oid, "size": size, "actions": {"upload": upload, "verify": verify}})
+        };
+        let objects = request["objects"].as_array().into_iter().flatten();
+        let objects: Vec<Value> = objects.map(answer).collect();
+        json_reply(&json!({"objects": objects}))
+    }
+
+    /// Joins the parts of a large file.
+    fn complete(&mut self, request: &Value) -> Reply {
+        let oid = request["oid"].as_str().unwrap_or_default().to_owned();
+        let mut whole = Vec::new();
+        for part in request["parts"].as_array().into_iter().flatten() {
+            let number = part["partNumber"].as_u64().unwrap_or_default() as usize;
+            match self.parts.get(&(oid.clone(), number)) {
+                Some(bytes) if part["etag"] == part_etag(bytes) => whole.extend(bytes),
+                _ => return Reply::new(400, r#"{"error": "a part is missing"}"#),
+            }
+        }
+        self.store(oid, whole)
+    }
+
+    fn store(&mut self, oid: String, contents: Vec<u8>) -> Reply {
+        if hex(&Sha256::digest(&contents)) != oid {
+            return Reply::new(400, r#"{"error": "the contents have another SHA-256"}"#);
+        }
+        self.objects.insert(oid, contents);
+        Reply::new(200, "")
+    }
+
+    /// Answers a request to the server with large files.
+    fn stored(&mut self, request: &Request) -> Reply {
+        if request.method == "PUT" {
+            if request.header("content-length").is_none() {
+                return Reply::new(411, "");
+            }
+            let (oid, body) = (request.path().trim_start_matches('/'), request.body.clone());
+            let Some(part) = request.query("part").and_then(|part| part.parse().ok()) else {
+                return self.store(oid.to_owned(), body);
+            };
+            let reply = Reply::new(200, "").with_header("etag", part_etag(&body));
+            self.parts.insert((oid.to_owned(), part), body);
+            return reply;
+        }
         let commits = self.repositories.iter().flat_map(|r| r.commits.values());
         let mut files = commits.flat_map(BTreeMap::values);
         let hash = request.path().trim_start_matches('/');
@@ -253,9 +498,45 @@ fn is_large(file: &str) -> bool {
     file.ends_with(".safetensors") || file.ends_with(".gguf")
 }
 
-/// A hash as long as git's. The client does not compute it.
+/// Answers where the hub stores files, of which a branch has `present`.
+fn decide(present: &BTreeMap<String, Vec<u8>>, request: &Value) -> Reply {
+    let decision = |file: &Value| {
+        let path = file["path"].as_str().unwrap_or_default();
+        let oid = present.get(path).map(|bytes| {
+            if is_large(path) {
+                hex(&Sha256::digest(bytes))
+            } else {
+                git_hash(bytes)
+            }
+        });
+        let mode = if is_large(path) { "lfs" } else { "regular" };
+        let is_ignored = path.ends_with(".log");
+        json!({"path": path, "uploadMode": mode, "shouldIgnore": is_ignored, "oid": oid})
+    };
+    let files = request["files"].as_array().into_iter().flatten();
+    let files: Vec<Value> = files.map(decision).collect();
+    json_reply(&json!({"files": files}))
+}
+
+fn json_reply(value: &Value) -> Reply {
+    Reply::new(200, value.to_string())
+}
+
+fn refuse(status: u16, code: &str) -> Reply {
+    Reply::new(status, "").with_header("x-error-code", code)
+}
+
+/// The ETag of a file's part, with quotation marks.
+fn part_etag(bytes: &[u8]) -> String {
+    format!("\"{}\"", &hex(&Sha256::digest(bytes))[..8])
+}
+
+/// Git's hash of a file.
 fn git_hash(bytes: &[u8]) -> String {
-    hex(&Sha256::digest(bytes))[..40].to_owned()
+    let mut hash = Sha1::new();
+    hash.update(format!("blob {}\0", bytes.len()));
+    hash.update(bytes);
+    hex(&hash.finalize())
 }
 
 fn hex(bytes: &[u8]) -> String {

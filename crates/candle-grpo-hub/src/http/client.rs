@@ -225,17 +225,28 @@ impl JsonClient {
 
     /// The text without the key.
     pub fn redact(&self, text: &str) -> String {
-        match &self.api_key {
-            Some(key) if key.len() >= SECRET => text.replace(key.as_str(), "***"),
-            _ => text.to_owned(),
-        }
+        redacted(text, self.api_key.as_deref())
+    }
+}
+
+/// Returns `text` without `key`.
+pub(crate) fn redacted(text: &str, key: Option<&str>) -> String {
+    match key {
+        Some(key) if key.len() >= SECRET => text.replace(key, "***"),
+        _ => text.to_owned(),
     }
 }
 
 /// The message in an error body: `error.message` as in OpenAI's API, otherwise the text.
-fn message_of(text: &str) -> String {
+pub(crate) fn message_of(text: &str) -> String {
     let value: Value = serde_json::from_str(text).unwrap_or(Value::Null);
-    let places = ["/error/message", "/message", "/error", "/detail"];
+    let places = [
+        "/error/message",
+        "/message",
+        "/error",
+        "/errors/0/message",
+        "/detail",
+    ];
     let message = places
         .iter()
         .find_map(|place| value.pointer(place)?.as_str())
@@ -257,6 +268,7 @@ mod tests {
             (r#"{"message": "no such adapter"}"#, "no such adapter"),
             (r#"{"error": "Unauthorized"}"#, "Unauthorized"),
             (r#"{"detail": "Not Found"}"#, "Not Found"),
+            (r#"{"errors": [{"message": "not a list"}]}"#, "not a list"),
             ("Internal Server Error\n", "Internal Server Error"),
             ("", ""),
         ] {

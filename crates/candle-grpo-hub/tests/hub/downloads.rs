@@ -62,7 +62,7 @@ impl Test {
             token: None,
             offline: None,
             first_pause: Duration::from_millis(1),
-            list_limit: Duration::MAX,
+            answer_limit: Duration::MAX,
             unsized_limit: u64::MAX,
         }
     }
@@ -889,7 +889,7 @@ fn a_file_without_a_size_is_bounded() {
 fn the_list_of_files_has_a_limit_of_time() {
     let test = Test::new();
     let hub = Hub {
-        list_limit: Duration::ZERO,
+        answer_limit: Duration::ZERO,
         ..test.hub()
     };
     let error = error(&hub, "a/b");
@@ -925,7 +925,7 @@ fn an_endless_list_of_files_ends_with_its_limit_of_time() {
     let (endpoint, server) = endless_server(|| {});
     let hub = Hub {
         endpoint,
-        list_limit: Duration::from_millis(1),
+        answer_limit: Duration::from_millis(1),
         ..Test::new().hub()
     };
     let error = format!("{:#}", error(&hub, "a/b"));

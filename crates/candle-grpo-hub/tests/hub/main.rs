@@ -1,5 +1,6 @@
-//! Tests downloads and the cache.
+//! Tests downloads, the cache and uploads.
 
 #![cfg(feature = "client")]
 
 mod downloads;
+mod uploads;

@@ -166,6 +166,7 @@ impl Progress for Console {
             Phase::Evaluate => ("answering", COMPLETIONS),
             Phase::Save => ("saving", "{prefix:9} {spinner}"),
             Phase::Download => ("download", BYTES),
+            Phase::Upload => ("upload", BYTES),
         };
         set_style(&bar, template);
         bar.set_prefix(name);

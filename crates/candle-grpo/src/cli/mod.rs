@@ -11,6 +11,7 @@ mod import;
 mod init;
 mod load;
 mod output;
+mod push;
 mod report;
 mod sample;
 mod schema;
@@ -32,6 +33,7 @@ use convert::Dtype;
 use eval::EvalArguments;
 use exit::EXIT_CODES;
 use init::InitArguments;
+use push::PushArguments;
 use sample::SampleArguments;
 use schema::FileKind;
 
@@ -92,6 +94,13 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
+    /// Upload a run's policy to the Hugging Face hub.
+    ///
+    /// Uploads what grpo convert writes for the run: the best checkpoint as a Hugging Face folder
+    /// with a model card. A model folder is uploaded as it is. Creates the repository, which is
+    /// private unless --public is given. The token is that of HF_TOKEN or `hf auth login`. After an
+    /// interruption, the same command sends only files that the hub does not have.
+    Push(PushArguments),
     /// Check a configuration without loading the weights, and print what the run does.
     ///
     /// Reads the file, its data, its rewards and the model's shape. Downloads everything but
@@ -244,6 +253,7 @@ pub(crate) fn run() -> ExitCode {
             };
             convert::convert(&model, &target, options)
         }
+        Command::Push(arguments) => push::push(arguments),
         Command::Report(arguments) => {
             report::report(&arguments.runs, &arguments.out, arguments.force)
         }

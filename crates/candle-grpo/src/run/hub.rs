@@ -1,10 +1,11 @@
 //! Hub files.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::Result;
 use candle_grpo_train::Progress;
-use candle_grpo_train::hub::{HubContent, HubName, Located};
+use candle_grpo_train::hub::{HubContent, HubName, Located, UploadOptions, Uploaded};
 
 use crate::config::Configuration;
 
@@ -30,6 +31,47 @@ pub fn locate(
         anyhow::bail!(
             "{name}: there is no such file or folder, and this program was built without the feature hub"
         )
+    }
+}
+
+/// Checks an upload to the hub that the environment configures, as `Hub::check_upload` does,
+/// without a request.
+///
+/// # Errors
+///
+/// As in `Hub::check_upload`, or if this program was built without the feature `hub`.
+pub fn check_upload(repository: &HubName, options: &UploadOptions) -> Result<()> {
+    #[cfg(feature = "hub")]
+    {
+        candle_grpo_train::hub::Hub::from_environment()?.check_upload(repository, options)
+    }
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = options;
+        anyhow::bail!("{repository}: this program was built without the feature hub")
+    }
+}
+
+/// Uploads a folder, as `Hub::upload` does, to the hub that the environment configures.
+///
+/// # Errors
+///
+/// As in `Hub::upload`, or if this program was built without the feature `hub`.
+pub fn upload(
+    folder: &Path,
+    repository: &HubName,
+    options: &UploadOptions,
+    progress: &dyn Progress,
+) -> Result<Uploaded> {
+    #[cfg(feature = "hub")]
+    {
+        let hub = candle_grpo_train::hub::Hub::from_environment()?;
+        hub.upload(folder, repository, options, progress)
+    }
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = (folder, options, progress);
+        anyhow::bail!("{repository}: this program was built without the feature hub")
     }
 }
 

@@ -17,7 +17,7 @@ mod trajectories;
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
-pub use hub::{locate, locate_files};
+pub use hub::{check_upload, locate, locate_files, upload};
 pub use memory::{
     MemoryBudget, fitted_tokens, is_fitted, memory_advice, memory_plan,
     recorded_micro_batch_tokens, sft_memory_plan,

@@ -206,6 +206,7 @@ fn help_lists_commands_and_exit_codes() {
     for words in [
         "check",
         "completions",
+        "push",
         "Exit codes:",
         "3  invalid configuration",
     ] {

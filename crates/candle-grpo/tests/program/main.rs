@@ -26,6 +26,7 @@ mod mixing;
 mod models;
 mod mutation;
 mod overwrite;
+mod push;
 mod real_engines;
 mod report;
 mod running;
