@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(warnings.len(), 1, "{warnings:?}");
         // Less than 5 times; too small to mean anything; and too early.
         for quiet in [kl(16, 0.01, 0.04), kl(16, 1e-6, 4e-3), kl(11, 0.01, 0.08)] {
-            let steps = run(&AlarmConfig::default(), 12, &quiet).0;
+            let steps = run(&AlarmConfig::default(), 12, quiet).0;
             assert_eq!(with("rollout_kl", &steps), []);
         }
         let steps = run(&AlarmConfig::default(), 20, kl(16, 1e-6, 4e-3)).0;
