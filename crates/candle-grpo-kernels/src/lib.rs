@@ -67,8 +67,8 @@
 //! - An error names the argument, its value and the requirement.
 //! - [`ensure_gradients`] and [`ensure_reached`] name the variables that a loss does not reach.
 //! - [`default_device`] and [`cuda_device`] open a GPU, with one stream for all threads.
-//!   [`cuda_device_count`] returns the number of GPUs, and [`cuda_memory`] the free and total memory
-//!   of one. [`cuda_is_enabled`] is true if this process computes on them.
+//!   [`cuda_device_count`] returns the number of GPUs, and [`cuda_memory`] the free and total
+//!   memory of one. [`cuda_is_enabled`] is true if this process computes on them.
 //!
 //! # Implementations
 //!
