@@ -2,12 +2,13 @@
 
 use candle_grpo_train::environment::{AgentConfig, EpisodeEnd, SessionScope};
 use candle_grpo_train::rollout::PromptRequest;
-use candle_grpo_train::{FinishReason, Prompt};
+use candle_grpo_train::{FinishReason, Prompt, Rollout};
 use serde_json::json;
 
 use super::dialects::CALL;
 use super::drawer::{
-    agents, assert_rows_have_draws, decode, limits, play, prompt, sampling, spelled, tokenizer,
+    Draw, agents, assert_rows_have_draws, decode, limits, play, prompt, sampling, spelled,
+    tokenizer,
 };
 
 /// A call at the first turn of a chat, and then an answer.
@@ -21,13 +22,12 @@ fn calls_and_answers(request: &PromptRequest<'_>, _: &[String]) -> (Vec<u32>, Fi
     (spelled(text), FinishReason::StopToken)
 }
 
-#[test]
-#[ignore = "needs the Python packages openai and anthropic: make test-agents"]
-fn the_packages_of_openai_and_anthropic_speak_with_the_server() {
+/// Plays an episode of the agent in this script, which must end well.
+fn played(script: &str) -> (Rollout, Vec<Draw>) {
     let python = std::env::var("CANDLE_GRPO_AGENTS_PYTHON").unwrap();
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/agents/real_clients.py");
+    let script = format!("{}/tests/agents/{script}", env!("CARGO_MANIFEST_DIR"));
     let config = AgentConfig {
-        command: vec![python, script.to_owned()],
+        command: vec![python, script],
         ..AgentConfig::default()
     };
     let agents = agents(config, limits());
@@ -36,6 +36,13 @@ fn the_packages_of_openai_and_anthropic_speak_with_the_server() {
     let episode = rollout.episode.as_ref().unwrap();
     assert_eq!(episode.end, EpisodeEnd::Done, "{episode:?}");
     assert_rows_have_draws(&rollout, &draws);
+    (rollout, draws)
+}
+
+#[test]
+#[ignore = "needs the Python packages openai and anthropic: make test-agents"]
+fn the_packages_of_openai_and_anthropic_speak_with_the_server() {
+    let (rollout, draws) = played("real_clients.py");
     // Each of the six conversations is one row, and so is the text.
     assert_eq!((draws.len(), rollout.rows().count()), (13, 7));
 }
@@ -43,21 +50,7 @@ fn the_packages_of_openai_and_anthropic_speak_with_the_server() {
 #[test]
 #[ignore = "needs the Python package openai-agents: make test-agents"]
 fn an_agent_of_a_framework_calls_its_tools() {
-    let python = std::env::var("CANDLE_GRPO_AGENTS_PYTHON").unwrap();
-    let script = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/agents/real_framework.py"
-    );
-    let config = AgentConfig {
-        command: vec![python, script.to_owned()],
-        ..AgentConfig::default()
-    };
-    let agents = agents(config, limits());
-    let (rollouts, draws) = play(&agents, &prompt("so?"), 1, &sampling(), &calls_and_answers);
-    let rollout = rollouts.unwrap().remove(0);
-    let episode = rollout.episode.as_ref().unwrap();
-    assert_eq!(episode.end, EpisodeEnd::Done, "{episode:?}");
-    assert_rows_have_draws(&rollout, &draws);
+    let (rollout, draws) = played("real_framework.py");
     // Each conversation is one row, with a call and an answer.
     assert_eq!((draws.len(), rollout.rows().count()), (4, 2));
 }
