@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::mpsc::channel;
 
 use candle_grpo::config::{Document, RunConfig};
 use candle_grpo_test_support::{HttpServer, Reply, Request};
+use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::support::{CONFIG, folder, grpo, lines, said, succeeds};
@@ -94,6 +96,30 @@ fn a_server_that_never_answers_ends_the_run_and_another_engine_resumes_it() {
     fs::write(folder.path().join("run.yaml"), CONFIG).unwrap();
     succeeds(folder.path(), &["train", "run.yaml", "--quiet", "--resume"]);
     assert_eq!(lines(&folder.path().join("run/metrics.jsonl")).len(), 12);
+}
+
+#[rstest]
+#[case::full_size("f32", "float32")]
+#[case::half_the_bytes("bf16", "bfloat16")]
+fn servers_receive_whole_weights_in_the_compute_dtype(#[case] compute: &str, #[case] name: &str) {
+    let folder = folder("");
+    let written = folder.path().join("run/weights/policy-000000/config.json");
+    let (sender, received) = channel();
+    let server = HttpServer::start(move |_: &Request| {
+        let config: Option<Value> =
+            (fs::read(&written).ok()).and_then(|text| serde_json::from_slice(&text).ok());
+        sender
+            .send(config.map(|config| config["torch_dtype"].clone()))
+            .unwrap();
+        Reply::closed()
+    });
+    let rollout = json!({"engine": "vllm", "base_url": [server.url()], "server_timeout": 0.2});
+    let config = format!("{}compute_dtype: {compute}\n", with_rollout(&rollout));
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let output = grpo(folder.path(), &["train", "run.yaml", "--quiet"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    // They are complete before the first request.
+    assert_eq!(received.recv().unwrap(), Some(json!(name)));
 }
 
 /// The weights for an engine are removed at the end.
