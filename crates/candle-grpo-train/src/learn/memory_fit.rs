@@ -7,7 +7,6 @@ use candle_grpo_nn::{
 };
 
 use super::memory_plan::{MemoryPlan, Update};
-use super::micro_batches::MicroBatchTokens;
 use super::train_config::MICRO_BATCH_SIZE;
 use crate::TrainConfig;
 
@@ -82,7 +81,7 @@ impl MemoryFit<'_> {
         let update = Update::new(config, self.prompt_tokens);
         let least = rounds(update.longest()) * ROUND;
         let smallest = with_tokens(config, least);
-        let is_auto = matches!(config.micro_batch_tokens, Some(MicroBatchTokens::Auto(_)));
+        let is_auto = config.fits_micro_batches();
         if !is_auto && let Ok(Some(tokens)) = self.micro_batch_tokens(config) {
             return Some(vec![format!("micro_batch_tokens: {tokens}")]);
         }

@@ -546,6 +546,12 @@ impl TrainConfig {
         critic.is_some_and(|critic| step <= critic.warmup_steps)
     }
 
+    /// Returns whether the number of tokens in a micro-batch is chosen by memory, with
+    /// [`MemoryFit`](crate::learn::MemoryFit).
+    pub fn fits_micro_batches(&self) -> bool {
+        matches!(self.micro_batch_tokens, Some(MicroBatchTokens::Auto(_)))
+    }
+
     /// The bound of a micro-batch.
     ///
     /// # Errors

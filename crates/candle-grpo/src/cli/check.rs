@@ -8,9 +8,7 @@ use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Siz
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
-use candle_grpo::run::{
-    RunPrompts, fitted_tokens, is_fitted, memory_advice, memory_plan, sft_memory_plan,
-};
+use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plan};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
@@ -400,16 +398,17 @@ struct Memory {
 
 impl Memory {
     fn new(run: &RunConfig, model: &DecoderConfig, prompts: &RunPrompts) -> anyhow::Result<Self> {
-        let fitted_tokens = is_fitted(run)
-            .then(|| fitted_tokens(run, model, prompts))
+        let memory = RunMemory::new(run, model, prompts)?;
+        let fitted_tokens = (run.train.fits_micro_batches())
+            .then(|| memory.fitted_tokens())
             .transpose()?;
         let mut train = run.train.clone();
         if let Some(tokens) = fitted_tokens {
             train.micro_batch_tokens = Some(tokens.into());
         }
-        let plan = memory_plan(run, &train, model, prompts)?;
+        let plan = memory.plan(&train)?;
         Ok(Self {
-            advice: memory_advice(run, model, prompts, &plan)?,
+            advice: memory.advice(&plan)?,
             plan,
             fitted_tokens,
         })

@@ -8,7 +8,7 @@ use std::time::Instant;
 use candle_grpo::config::{Configuration, RunConfig};
 use candle_grpo::nn::DecoderConfig;
 use candle_grpo::run::{
-    Progress, RunPrompts, RunSession, Session, Start, fitted_tokens, is_fitted, recorded_inputs,
+    Progress, RunMemory, RunPrompts, RunSession, Session, Start, recorded_inputs,
     recorded_micro_batch_tokens,
 };
 use candle_grpo::train::hub::HubContent;
@@ -69,7 +69,7 @@ fn run(
     files(&mut config, start, console, ranks)?;
     // Everything else is checked before the weights are read.
     let load::Inputs { prompts, model, .. } = load::inputs(&config)?;
-    if is_fitted(&config) {
+    if config.train.fits_micro_batches() {
         let tokens = micro_batch_tokens(&config, &model, &prompts, start, ranks)?;
         config.train.micro_batch_tokens = Some(tokens.into());
         console.say(&format!("micro_batch_tokens: auto is {tokens}"));
@@ -196,7 +196,7 @@ fn micro_batch_tokens(
     if let Some(tokens) = ranks.from_first(recorded).map_err(failed)? {
         return Ok(tokens);
     }
-    let own = fitted_tokens(config, model, prompts);
+    let own = RunMemory::new(config, model, prompts).and_then(|memory| memory.fitted_tokens());
     let own = own.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let all = ranks.gather(own).map_err(failed)?;
     Ok(all.into_iter().min().unwrap_or(own))

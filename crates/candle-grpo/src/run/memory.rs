@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use candle_grpo_collective::launch;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo_train::data::read_json;
-use candle_grpo_train::learn::{Auto, Draws, MemoryFit, MemoryPlan, MicroBatchTokens};
+use candle_grpo_train::learn::{Draws, MemoryFit, MemoryPlan};
 use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{ComputeDType, Prompt, RunDir, TrainConfig, cuda_is_enabled, cuda_memory};
 use serde_json::Value;
@@ -21,66 +21,162 @@ use crate::config::{Configuration, RunConfig, SftRunConfig};
 /// The share of free memory that a plan may take, in percent.
 const USED_PERCENT: usize = 95;
 
-/// Returns the plan of `run` with the settings `train`, for the device of this process.
+/// The memory of a run, on this process's device.
+///
+/// Create it after the data and the tokenizer are read, and before the weights are.
+pub struct RunMemory<'a> {
+    run: &'a RunConfig,
+    model: &'a DecoderConfig,
+    prompts: &'a RunPrompts,
+    process: ThisProcess,
+}
+
+impl<'a> RunMemory<'a> {
+    /// Creates the memory of a run with this model and these prompts.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a GGUF file cannot be read.
+    pub fn new(
+        run: &'a RunConfig,
+        model: &'a DecoderConfig,
+        prompts: &'a RunPrompts,
+    ) -> Result<Self> {
+        Ok(Self {
+            run,
+            model,
+            prompts,
+            process: ThisProcess::new(run)?,
+        })
+    }
+
+    /// Returns the plan with the settings `train`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the settings are not valid.
+    pub fn plan(&self, train: &TrainConfig) -> Result<MemoryPlan> {
+        let plan = self.prompts.memory_plan(train, self.model)?;
+        let evaluation = &self.run.evaluation;
+        let held_out = evaluation.select(&self.prompts.held_out);
+        let plan = match evaluation.every_steps {
+            None => plan,
+            Some(_) => {
+                let draws = Draws {
+                    prompts: held_out.len(),
+                    samples_per_prompt: evaluation.samples_per_prompt,
+                    prompt_tokens: Prompt::longest(held_out),
+                    sampling: &evaluation.sampler,
+                };
+                plan.with_evaluation(self.model, train, draws)?
+            }
+        };
+        self.process.added_to(plan, train.stored_form())
+    }
+
+    /// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the sizes, and with changes that help, if the run does not fit.
+    pub fn fitted_tokens(&self) -> Result<usize> {
+        let Some(budget) = MemoryBudget::of(self.run)? else {
+            bail!(
+                "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
+            )
+        };
+        let plan = |train: &TrainConfig| self.plan(train);
+        let fit = self.fit(budget, &plan);
+        if let Some(tokens) = fit.micro_batch_tokens(&self.run.train)? {
+            return Ok(tokens);
+        }
+        bail!(
+            "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {}",
+            advice(fit.smallest_change(&self.run.train))
+        )
+    }
+
+    /// Returns the settings to change so that the run, which has this plan, fits into the device's
+    /// memory: `None` if it fits, or if the free memory is unknown.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the device does not respond.
+    pub fn advice(&self, plan: &MemoryPlan) -> Result<Option<String>> {
+        let budget = MemoryBudget::of(self.run)?;
+        let Some(budget) = budget.filter(|budget| plan.peak() > budget.bytes) else {
+            return Ok(None);
+        };
+        let plan = |train: &TrainConfig| self.plan(train);
+        let changes = self.fit(budget, &plan).smallest_change(&self.run.train);
+        Ok(Some(format!("more than {budget}; {}", advice(changes))))
+    }
+
+    fn fit<'f>(
+        &'f self,
+        budget: MemoryBudget,
+        plan: &'f dyn Fn(&TrainConfig) -> Result<MemoryPlan>,
+    ) -> MemoryFit<'f> {
+        MemoryFit {
+            bytes: budget.bytes,
+            model: self.model,
+            prompt_tokens: Prompt::longest(&self.prompts.train),
+            plan,
+        }
+    }
+}
+
+/// Returns the plan of a supervised run on `dataset`, on this process's device, as
+/// [`RunMemory::plan`] does.
 ///
 /// # Errors
 ///
 /// Returns an error if the settings are not valid, or a GGUF file cannot be read.
-pub fn memory_plan(
-    run: &RunConfig,
-    train: &TrainConfig,
-    model: &DecoderConfig,
-    prompts: &RunPrompts,
-) -> Result<MemoryPlan> {
-    let plan = prompts.memory_plan(train, model)?;
-    let evaluation = &run.evaluation;
-    let held_out = evaluation.select(&prompts.held_out);
-    let plan = match evaluation.every_steps {
-        None => plan,
-        Some(_) => {
-            let draws = Draws {
-                prompts: held_out.len(),
-                samples_per_prompt: evaluation.samples_per_prompt,
-                prompt_tokens: Prompt::longest(held_out),
-                sampling: &evaluation.sampler,
-            };
-            plan.with_evaluation(model, train, draws)?
-        }
-    };
-    on_this_device(plan, train.stored_form(), &run.model.path)
-}
-
-/// Returns the plan of a supervised run on `dataset`, as [`memory_plan`] does.
-///
-/// # Errors
-///
-/// As [`memory_plan`].
 pub fn sft_memory_plan(
     run: &SftRunConfig,
     model: &DecoderConfig,
     dataset: &SftDataset,
 ) -> Result<MemoryPlan> {
     let plan = MemoryPlan::supervised(model, &run.sft, dataset.train.longest_kept())?;
-    on_this_device(plan, run.stored_form(), &run.model().path)
+    ThisProcess::new(run)?.added_to(plan, run.stored_form())
 }
 
-/// Adds the program itself to a plan. GGUF blocks count as they are stored.
-fn on_this_device(
-    mut plan: MemoryPlan,
-    (base, dtype): (BaseWeights, ComputeDType),
-    model: &Path,
-) -> Result<MemoryPlan> {
-    if base == BaseWeights::Stored && !model.is_dir() {
-        plan.frozen = Gguf::open(model)?.frozen_bytes(base, dtype.into())?;
-        // Blocks are not packed, and a copy of another weight has the size of the weight.
-        plan.packed = plan.packed.min(plan.frozen);
+/// What a run's plan has in this process.
+struct ThisProcess {
+    /// The file whose blocks stay as they are stored.
+    gguf: Option<Gguf>,
+    /// The program itself, in bytes.
+    program: usize,
+}
+
+impl ThisProcess {
+    fn new(run: &impl Configuration) -> Result<Self> {
+        let model = &run.model().path;
+        let is_stored = run.stored_form().0 == BaseWeights::Stored && !model.is_dir();
+        Ok(Self {
+            gguf: is_stored.then(|| Gguf::open(model)).transpose()?,
+            program: peak_of_this_process().unwrap_or(0),
+        })
     }
-    // The memory of the plan is that of a GPU, if there is one.
-    Ok(if cuda_is_enabled() {
-        plan
-    } else {
-        plan.in_program(peak_of_this_process().unwrap_or(0))
-    })
+
+    /// Adds the program itself to a plan. GGUF blocks count as they are stored.
+    fn added_to(
+        &self,
+        mut plan: MemoryPlan,
+        (base, dtype): (BaseWeights, ComputeDType),
+    ) -> Result<MemoryPlan> {
+        if let (BaseWeights::Stored, Some(gguf)) = (base, &self.gguf) {
+            plan.frozen = gguf.frozen_bytes(base, dtype.into())?;
+            // Blocks are not packed, and a copy of another weight has the size of the weight.
+            plan.packed = plan.packed.min(plan.frozen);
+        }
+        // The memory of the plan is that of a GPU, if there is one.
+        Ok(if cuda_is_enabled() {
+            plan
+        } else {
+            plan.in_program(self.program)
+        })
+    }
 }
 
 /// Returns this process's peak resident memory, after it has read the data and the tokenizer but no
@@ -98,22 +194,22 @@ fn kib_of(text: &str, name: &str) -> Option<usize> {
 }
 
 /// The memory that a run may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryBudget {
+#[derive(Debug, Clone, Copy)]
+struct MemoryBudget {
     /// The largest peak of the run's plan.
-    pub bytes: usize,
+    bytes: usize,
     /// True if `max_memory_mib` gives it, false if it is a share of the free memory.
-    pub is_given: bool,
+    is_given: bool,
 }
 
 impl MemoryBudget {
-    /// Returns the budget of `run`: `max_memory_mib`, or 95 % of this device's free memory. On the
+    /// Returns the budget of `run`: `max_memory_mib`, or 95% of this device's free memory. On the
     /// CPU, the ranks of a job share the latter. `None` if the free memory is unknown.
     ///
     /// # Errors
     ///
     /// Returns an error if the device does not respond.
-    pub fn of(run: &RunConfig) -> Result<Option<Self>> {
+    fn of(run: &RunConfig) -> Result<Option<Self>> {
         if let Some(mib) = run.max_memory_mib {
             return Ok(Some(Self {
                 bytes: mib.saturating_mul(1 << 20),
@@ -139,7 +235,7 @@ impl fmt::Display for MemoryBudget {
         if self.is_given {
             write!(f, "{mib} MiB (max_memory_mib)")
         } else {
-            write!(f, "{mib} MiB ({USED_PERCENT} % of the free memory)")
+            write!(f, "{mib} MiB ({USED_PERCENT}% of the free memory)")
         }
     }
 }
@@ -169,76 +265,6 @@ fn free_memory(root: &Path) -> Option<usize> {
         folder.pop();
     }
     Some(free)
-}
-
-/// Returns the fit of `run` to `budget`, whose plans are those of [`memory_plan`].
-fn with_fit<T>(
-    run: &RunConfig,
-    model: &DecoderConfig,
-    prompts: &RunPrompts,
-    budget: MemoryBudget,
-    found: impl FnOnce(&MemoryFit<'_>) -> T,
-) -> T {
-    let plan = |train: &TrainConfig| memory_plan(run, train, model, prompts);
-    found(&MemoryFit {
-        bytes: budget.bytes,
-        model,
-        prompt_tokens: Prompt::longest(&prompts.train),
-        plan: &plan,
-    })
-}
-
-/// Returns whether the run's number of tokens in a micro-batch is chosen by memory.
-pub fn is_fitted(run: &RunConfig) -> bool {
-    run.train.micro_batch_tokens == Some(MicroBatchTokens::Auto(Auto::Auto))
-}
-
-/// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
-///
-/// # Errors
-///
-/// Returns an error with the sizes, and with changes that help, if the run does not fit.
-pub fn fitted_tokens(
-    run: &RunConfig,
-    model: &DecoderConfig,
-    prompts: &RunPrompts,
-) -> Result<usize> {
-    let Some(budget) = MemoryBudget::of(run)? else {
-        bail!(
-            "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
-        )
-    };
-    with_fit(run, model, prompts, budget, |fit| {
-        if let Some(tokens) = fit.micro_batch_tokens(&run.train)? {
-            return Ok(tokens);
-        }
-        bail!(
-            "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {}",
-            advice(fit.smallest_change(&run.train))
-        )
-    })
-}
-
-/// Returns the settings to change so that a run with this plan fits into the memory of this device:
-/// `None` if it fits, or if the free memory is unknown.
-///
-/// # Errors
-///
-/// Returns an error if the device does not respond.
-pub fn memory_advice(
-    run: &RunConfig,
-    model: &DecoderConfig,
-    prompts: &RunPrompts,
-    plan: &MemoryPlan,
-) -> Result<Option<String>> {
-    let Some(budget) = MemoryBudget::of(run)?.filter(|budget| plan.peak() > budget.bytes) else {
-        return Ok(None);
-    };
-    let changes = with_fit(run, model, prompts, budget, |fit| {
-        fit.smallest_change(&run.train)
-    });
-    let changes = advice(changes);
-    Ok(Some(format!("more than {budget}; {changes}")))
 }
 
 fn advice(changes: Option<Vec<String>>) -> String {
