@@ -217,7 +217,7 @@ impl MemoryPlan {
     /// The pages without tensors are a bound of measured runs, see docs/llm.md. Tensors begin
     /// slices of 64 KiB, and the gaps between them are resident, because the system has pages of 2
     /// MiB: a thirteenth. Of the memory that drawing has freed, training reuses all but an eighth,
-    /// and the other way round. 100 MiB are those of small tensors, with the 2 % that peaks differ
+    /// and the other way round. 100 MiB are those of small tensors, with the 2% that peaks differ
     /// between runs, and 12 MiB those of each thread: it has its own pages of up to 4 MiB for
     /// buffers of similar size.
     #[must_use]

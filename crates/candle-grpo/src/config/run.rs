@@ -95,7 +95,7 @@ pub struct RunConfig {
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
-    /// Memory that the run may take, in MiB; absent: 95 % of the free memory.
+    /// Memory that the run may take, in MiB; absent: 95% of the free memory.
     pub max_memory_mib: Option<usize>,
     /// The evaluation keys as the file has them.
     evaluation_keys: EvaluationKeys,
@@ -146,7 +146,7 @@ pub(super) struct RunKeys {
     /// Number of compute threads. Absent: one per core.
     threads: Option<usize>,
     /// Memory to which `micro_batch_tokens: auto` and the advice of `grpo check` fit the run, in
-    /// MiB: that of the GPU, or main memory without one. Absent: 95 % of the free memory,
+    /// MiB: that of the GPU, or main memory without one. Absent: 95% of the free memory,
     /// which on the CPU is divided by the number of ranks.
     max_memory_mib: Option<usize>,
 }
