@@ -785,6 +785,9 @@ fn progress_counts_each_byte_once() {
 #[case::in_a_large_file(10_000)]
 fn a_canceled_upload_commits_nothing_and_can_be_repeated(#[case] limit: usize) {
     let test = Test::new();
+    // More than is read at once.
+    let large = weights(1).repeat(20);
+    fs::write(test.model().join(WEIGHTS), &large).unwrap();
     let watch = Watch {
         limit: Some(limit),
         ..Watch::default()
@@ -796,6 +799,8 @@ fn a_canceled_upload_commits_nothing_and_can_be_repeated(#[case] limit: usize) {
     let error = uploaded.unwrap_err();
     assert!(error.is::<Interrupted>(), "{error:?}");
     assert!(test.posts("/commit/main").is_empty());
+    // The rest of the file is not read.
+    assert!(watch.bytes.into_inner() < large.len());
     test.upload().unwrap();
-    assert!(test.files()[WEIGHTS] == weights(1));
+    assert!(test.files()[WEIGHTS] == large);
 }

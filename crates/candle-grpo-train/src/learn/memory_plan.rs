@@ -620,6 +620,7 @@ fn adapter_shapes(adapters: &LoraConfig, model: &DecoderConfig) -> Result<Vec<Sh
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rstest::rstest;
 
     #[test]
     fn the_output_layer_takes_more_memory_on_cuda() -> Result<()> {
@@ -671,6 +672,55 @@ mod tests {
         let tile = 100_000 * 1024 * (4 + 2);
         let most = (2048 << 20) + tile + (64 << 20);
         assert_eq!(cuda_logits(100_000, 50_000), most);
+        Ok(())
+    }
+
+    #[test]
+    fn each_thread_of_a_program_has_pages_of_its_own() -> Result<()> {
+        let model = DecoderConfig {
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            ..DecoderConfig::default()
+        };
+        let plan = MemoryPlan::new(&model, &TrainConfig::default(), 10, 0)?;
+        let allocator = |threads: usize| -> Result<usize> {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+            Ok(pool.build()?.install(|| plan.in_program(0).allocator))
+        };
+        // 5 to 18 MiB were measured for one more thread (docs/llm.md).
+        let more = allocator(4)? - allocator(1)?;
+        assert!((3 * (5 << 20)..=3 * (18 << 20)).contains(&more), "{more}");
+        Ok(())
+    }
+
+    /// Weights are packed after 16 decoding steps. The first token of a completion is from the pass
+    /// over its prompt.
+    #[rstest]
+    #[case::one_batch(17, 64, false)]
+    #[case::one_step_more(18, 64, true)]
+    #[case::two_batches(10, 32, true)]
+    fn weights_are_packed_in_long_draws_alone(
+        #[case] max_new_tokens: usize,
+        #[case] max_batch_size: usize,
+        #[case] is_packed: bool,
+    ) -> Result<()> {
+        let config = TrainConfig {
+            prompts_per_step: 8,
+            num_generations: 8,
+            sampling: SamplingConfig {
+                max_new_tokens,
+                max_batch_size,
+                ..SamplingConfig::default()
+            },
+            ..TrainConfig::default()
+        };
+        let model = DecoderConfig {
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            ..DecoderConfig::default()
+        };
+        let plan = MemoryPlan::new(&model, &config, 10, 0)?;
+        assert_eq!(plan.packed > 0, is_packed && !cuda_is_enabled());
         Ok(())
     }
 

@@ -130,6 +130,23 @@ fn the_fewest_layers_are_recomputed() {
     assert_eq!(change.unwrap(), ["activation_checkpointing: 2"]);
 }
 
+/// Where the peak is that of sampling, no setting of the update helps.
+#[test]
+fn fewer_completions_are_drawn_at_once() {
+    let drawing = |max_batch_size| {
+        let mut config = config();
+        config.sampling.max_new_tokens = 20;
+        config.mini_batch_size = Some(1);
+        config.prompts_per_step = 64;
+        config.sampling.max_batch_size = max_batch_size;
+        config
+    };
+    let peak_of = |size| plan(&drawing(size)).unwrap().peak();
+    assert!(peak_of(128) < peak_of(256) && peak_of(256) < peak_of(512));
+    let change = fit(peak_of(128), |fit| fit.smallest_change(&drawing(512)));
+    assert_eq!(change.unwrap(), ["sampling.max_batch_size: 128"]);
+}
+
 #[test]
 fn several_changes_fit_together() {
     let mut smallest = TrainConfig {

@@ -141,7 +141,7 @@ pub fn sft_memory_plan(
     ThisProcess::new(run)?.added_to(plan, run.stored_form())
 }
 
-/// What a run's plan has in this process.
+/// The parts of a plan that depend on this process and its files.
 struct ThisProcess {
     /// The file whose blocks stay as they are stored.
     gguf: Option<Gguf>,

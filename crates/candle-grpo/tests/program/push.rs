@@ -95,6 +95,13 @@ fn push_uploads_the_best_checkpoint_with_a_card_and_continues_after_a_failure() 
     let files = hub.change_repository(0, |r| r.files("start").clone());
     assert_eq!(files["notes.txt"], b"mine");
     assert!(files["model.safetensors"] == fs::read(path.join("model/model.safetensors")).unwrap());
+
+    // A run that has lost a file is no model folder, although it has a config.json.
+    fs::remove_file(path.join("run/metrics.jsonl")).unwrap();
+    let sent = hub.api.requests().len();
+    let output = push(&hub, path, &["run", "org/policy"], &[]);
+    assert_fails(&output, 5, "the run has lost metrics.jsonl");
+    assert_eq!(hub.api.requests().len(), sent);
 }
 
 #[test]
