@@ -74,7 +74,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     };
     // The log has the warnings about the data.
     let console = Console::new(true);
-    load::warn_of_threads(&run);
+    load::set_threads(&run)?;
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
     let (dataset, checked) = if run.lacks_model_weights() && !run.model.path.is_dir() {
@@ -284,7 +284,7 @@ fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
 fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), Exit> {
     // The log has the warnings about the data.
     let console = Console::new(true);
-    load::warn_of_threads(&run);
+    load::set_threads(&run)?;
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
     // A GGUF file has the tokenizer, without which there are no tokens to check.

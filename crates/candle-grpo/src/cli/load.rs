@@ -224,22 +224,17 @@ pub(super) fn sampler(
     Ok(sampler.with_progress(Arc::new(console.clone())))
 }
 
-/// Warns if there are more threads than cores.
-pub(super) fn warn_of_threads(run: &impl Configuration) {
+/// Sets how many threads compute, and warns if there are more of them than cores.
+pub(super) fn set_threads(run: &impl Configuration) -> Result<(), Exit> {
+    let Some(threads) = run.threads() else {
+        return Ok(());
+    };
     let cores = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
-    if let Some(threads) = run.threads().filter(|threads| *threads > cores) {
+    if threads > cores {
         tracing::warn!(
             "threads: {threads}, and this process has {cores} cores; more threads than cores make operators slower"
         );
     }
-}
-
-/// Sets how many threads compute.
-pub(super) fn set_threads(run: &impl Configuration) -> Result<(), Exit> {
-    warn_of_threads(run);
-    let Some(threads) = run.threads() else {
-        return Ok(());
-    };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     pool.build_global()
         .map_err(|error| Exit::Config(format!("threads: {threads}: {error}")))

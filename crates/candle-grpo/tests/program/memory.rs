@@ -76,6 +76,21 @@ fn check_prints_the_number_and_whether_the_run_fits() {
     assert!(!printed.contains("This is more than"), "{printed}");
 }
 
+/// The plan is that of the run's threads, each of which has pages of its own.
+#[test]
+fn check_counts_the_threads_of_the_run() {
+    let allocator = |threads: usize| {
+        let threads = format!("threads: {threads}\n");
+        let folder = folder(&short_config(2).replace("threads: 1\n", &threads));
+        let printed = succeeds(folder.path(), &["check", "run.yaml"]);
+        let (_, rest) = printed.split_once("allocator ").expect(&printed);
+        rest.split_once(" MiB").unwrap().0.parse::<usize>().unwrap()
+    };
+    let (one, five) = (allocator(1), allocator(5));
+    // 5 to 18 MiB were measured for one more thread (docs/llm.md).
+    assert!((4 * 5..=4 * 18).contains(&(five - one)), "{one} and {five}");
+}
+
 #[test]
 fn another_word_than_auto_is_an_error() {
     let folder = folder(&config(2, "micro_batch_tokens: all\n"));
