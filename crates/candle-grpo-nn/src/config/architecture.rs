@@ -211,14 +211,6 @@ impl Architecture {
         blocks.filter_map(|block| block.tokens.mixer.attention())
     }
 
-    /// Iterates over all blocks, with the gated delta rule plan or `None`.
-    pub(crate) fn gated_deltas(&self) -> impl Iterator<Item = Option<&GatedDeltaPlan>> {
-        self.blocks.iter().map(|block| match &block.tokens.mixer {
-            TokenMixerPlan::GatedDelta(delta) => Some(delta),
-            TokenMixerPlan::Attention(_) => None,
-        })
-    }
-
     /// Makes all norms multiply by `1 + weight`, except those on head outputs.
     pub(crate) fn offset_norms(&mut self) {
         let norms = self.blocks.iter_mut().flat_map(BlockPlan::norms_mut);

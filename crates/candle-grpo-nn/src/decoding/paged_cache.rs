@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, bail};
 use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan};
 
 use crate::DecoderConfig;
-use crate::config::architecture::GatedDeltaPlan;
+use crate::config::architecture::TokenMixerPlan;
 use crate::decoding::packed_weights::PackedWeights;
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::RecordedSteps;
@@ -30,7 +30,7 @@ pub(crate) fn pages_for(taken: usize) -> usize {
 ///
 /// They are stored in pages. A fork shares its origin's pages, so a group's prompt is computed and
 /// stored once. When a sequence is removed, its pages are reused. The page count doubles when all
-/// pages are in use.
+/// pages are in use, up to a limit ([`Self::limit_memory`]).
 ///
 /// Gated delta rule blocks have one fixed-size state per sequence. A fork copies it.
 #[derive(Debug)]
@@ -47,6 +47,10 @@ pub struct PagedCache {
     slots: usize,
     /// Unused slots.
     free_slots: Vec<usize>,
+    /// Bytes for a page and for a slot, over all layers.
+    bytes: PerSequence,
+    /// Maximum number of bytes.
+    limit: Option<usize>,
     sequences: BTreeMap<usize, Sequence>,
     next_id: usize,
     on_cpu: bool,
@@ -55,6 +59,13 @@ pub struct PagedCache {
     /// Recorded steps, if enabled.
     #[cfg(feature = "cuda")]
     pub(super) recorded: Option<RecordedSteps>,
+}
+
+/// A quantity for pages, and one for slots.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct PerSequence {
+    pages: usize,
+    slots: usize,
 }
 
 #[derive(Debug)]
@@ -86,23 +97,27 @@ impl PagedCache {
     /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
-        let layer = |delta: Option<&GatedDeltaPlan>| {
-            Ok(match delta {
-                Some(delta) => {
-                    let states = DeltaStates::new(0, delta.heads, delta.taps, dtype, device)?;
+        let mut bytes = PerSequence::default();
+        let blocks = config.architecture().blocks;
+        let layers = blocks.iter().map(|block| {
+            Ok(match &block.tokens.mixer {
+                TokenMixerPlan::GatedDelta(plan) => {
+                    bytes.slots += plan.state_bytes();
+                    let states = DeltaStates::new(0, plan.heads, plan.taps, dtype, device)?;
                     Layer::States(states)
                 }
-                None => Layer::Pages(KeyValuePages::new(
-                    0,
-                    config.num_key_value_heads,
-                    config.head_dim(),
-                    dtype,
-                    device,
-                )?),
+                TokenMixerPlan::Attention(plan) => {
+                    bytes.pages += plan.page_bytes(dtype);
+                    Layer::Pages(KeyValuePages::new(
+                        0,
+                        config.num_key_value_heads,
+                        config.head_dim(),
+                        dtype,
+                        device,
+                    )?)
+                }
             })
-        };
-        let architecture = config.architecture();
-        let layers = architecture.gated_deltas().map(layer);
+        });
         let layers = layers.collect::<Result<Vec<_>>>()?;
         Ok(Self {
             has_states: layers.iter().any(|layer| layer.states().is_some()),
@@ -111,6 +126,8 @@ impl PagedCache {
             free: Vec::new(),
             slots: 0,
             free_slots: Vec::new(),
+            bytes,
+            limit: None,
             sequences: BTreeMap::new(),
             next_id: 0,
             on_cpu: device.is_cpu(),
@@ -306,69 +323,141 @@ impl PagedCache {
         SequenceId(id)
     }
 
-    /// Reserves memory for `positions` more positions, each entry in its own sequence. Without it,
-    /// a full cache doubles, copies its pages and records its steps again.
+    /// Sets the maximum number of bytes that pages and states take. By default there is none.
+    ///
+    /// With a limit, call [`Self::reserve`] before each step: a step beyond it fails.
+    pub fn limit_memory(&mut self, bytes: usize) {
+        self.limit = Some(bytes);
+    }
+
+    /// Reserves memory for more positions. Each entry has a sequence, or `None` for one that will
+    /// be added or forked, and a number of positions. Returns false if the limit leaves no room
+    /// for all of them.
+    ///
+    /// Without it, a full cache doubles, copies its pages and records its steps again.
     ///
     /// # Errors
     ///
-    /// If there is not enough memory. The cache remains valid.
-    pub fn reserve(&mut self, positions: &[usize]) -> Result<()> {
-        let pages: usize = positions.iter().map(|new| new.div_ceil(PAGE)).sum();
-        let wanted = pages_for(self.pages_in_use() + pages);
-        if wanted > self.holders.len() {
-            self.grow(wanted)
-        } else {
-            Ok(())
+    /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
+    /// valid, and the memory that it has becomes its limit.
+    pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
+        let mut more = PerSequence::default();
+        for &(id, new) in positions {
+            let (room, has_slot) = match id {
+                None => (0, false),
+                Some(id) => {
+                    let sequence = self.get(id)?;
+                    let last = sequence.spans[sequence.inherited..].last();
+                    (
+                        last.map_or(0, |span| PAGE - span.len),
+                        sequence.slot.is_some(),
+                    )
+                }
+            };
+            more.pages += new.saturating_sub(room).div_ceil(PAGE);
+            more.slots += usize::from(self.has_states && !has_slot);
         }
+        self.make_room(more)
     }
 
-    fn grow(&mut self, wanted: usize) -> Result<()> {
+    /// Makes this many pages and slots free. Returns false if the limit does not allow it.
+    fn make_room(&mut self, more: PerSequence) -> Result<bool> {
+        let allocated = PerSequence {
+            pages: self.holders.len(),
+            slots: self.slots,
+        };
+        let needed = PerSequence {
+            pages: self.pages_in_use() + more.pages,
+            slots: self.slots - self.free_slots.len() + more.slots,
+        };
+        let mut wanted = allocated;
+        if needed.slots > allocated.slots {
+            wanted.slots = needed.slots.next_power_of_two().max(FIRST_SLOTS);
+        }
+        if needed.pages > allocated.pages {
+            wanted.pages = pages_for(needed.pages);
+        }
+        if let Some(limit) = self.limit
+            && self.bytes_of(wanted) > limit
+        {
+            // As many as there is room for.
+            let least = PerSequence {
+                pages: needed.pages.max(allocated.pages),
+                slots: needed.slots.max(allocated.slots),
+            };
+            let Some(rest) = limit.checked_sub(self.bytes_of(least)) else {
+                return Ok(least == allocated);
+            };
+            wanted = least;
+            if needed.pages > allocated.pages {
+                let more = rest.checked_div(self.bytes.pages).unwrap_or_default();
+                wanted.pages = pages_for(needed.pages).min(least.pages + more);
+            }
+        }
+        let grown = self.grow(wanted);
+        if grown.is_err() {
+            self.limit = Some(self.bytes_of(PerSequence {
+                pages: self.holders.len(),
+                slots: self.slots,
+            }));
+        }
+        grown.map(|()| true)
+    }
+
+    /// Bytes for this many pages and slots.
+    fn bytes_of(&self, count: PerSequence) -> usize {
+        count.pages * self.bytes.pages + count.slots * self.bytes.slots
+    }
+
+    fn grow(&mut self, wanted: PerSequence) -> Result<()> {
         // Must precede the pages that the recordings use.
         #[cfg(feature = "cuda")]
-        if let Some(recorded) = &mut self.recorded {
+        if wanted.pages > self.holders.len()
+            && let Some(recorded) = &mut self.recorded
+        {
             recorded.discard();
         }
         for layer in &mut self.layers {
-            // Earlier layers may already have more pages if a later one ran out of memory.
-            if let Layer::Pages(pages) = layer
-                && pages.len() < wanted
-            {
-                pages.grow(wanted)?;
+            // Earlier layers may already have more if a later one ran out of memory.
+            match layer {
+                Layer::Pages(pages) if pages.len() < wanted.pages => pages.grow(wanted.pages)?,
+                Layer::States(states) if states.len() < wanted.slots => {
+                    states.grow(wanted.slots)?;
+                }
+                Layer::Pages(_) | Layer::States(_) => {}
             }
         }
         // The lowest number is popped first.
-        self.free.extend((self.holders.len()..wanted).rev());
-        self.holders.resize(wanted, 0);
+        self.free.extend((self.holders.len()..wanted.pages).rev());
+        self.holders.resize(wanted.pages, 0);
+        self.free_slots.extend((self.slots..wanted.slots).rev());
+        self.slots = wanted.slots;
         Ok(())
     }
 
     fn take_page(&mut self) -> Result<usize> {
-        if self.free.is_empty() {
-            self.grow((2 * self.holders.len()).max(FIRST_PAGES))?;
-        }
-        let Some(page) = self.free.pop() else {
-            bail!("cache: no free page after growing");
+        let more = PerSequence { pages: 1, slots: 0 };
+        let has_room = !self.free.is_empty() || self.make_room(more)?;
+        let Some(page) = self.free.pop().filter(|_| has_room) else {
+            bail!("cache: no free page, {}", self.full());
         };
         self.holders[page] = 1;
         Ok(page)
     }
 
     fn take_slot(&mut self) -> Result<usize> {
-        if self.free_slots.is_empty() {
-            let wanted = (2 * self.slots).max(FIRST_SLOTS);
-            for layer in &mut self.layers {
-                if let Layer::States(states) = layer {
-                    states.grow(wanted)?;
-                }
-            }
-            // The lowest number is popped first.
-            self.free_slots.extend((self.slots..wanted).rev());
-            self.slots = wanted;
-        }
-        let Some(slot) = self.free_slots.pop() else {
-            bail!("cache: no free slot after growing");
+        let more = PerSequence { pages: 0, slots: 1 };
+        let has_room = !self.free_slots.is_empty() || self.make_room(more)?;
+        let Some(slot) = self.free_slots.pop().filter(|_| has_room) else {
+            bail!("cache: no free state, {}", self.full());
         };
         Ok(slot)
+    }
+
+    /// Describes the limit.
+    fn full(&self) -> String {
+        let bytes = self.limit.unwrap_or_default();
+        format!("must have room within its limit, which is {bytes} bytes")
     }
 }
 
@@ -385,6 +474,11 @@ impl Layer {
 mod tests {
     use super::*;
     use crate::{LayerType, ModelType};
+
+    /// A page's bytes in [`cache`]: keys and values in f32, over all layers.
+    fn page_bytes() -> usize {
+        cache().bytes.pages
+    }
 
     fn cache() -> PagedCache {
         let config = serde_json::from_str(candle_grpo_test_support::TINY_DECODER);
@@ -423,7 +517,7 @@ mod tests {
         let first = cache.add();
         cache.extend(first, 3).unwrap();
         let lengths = [PAGE + 1, 1, FIRST_PAGES * PAGE];
-        cache.reserve(&lengths).unwrap();
+        assert!(cache.reserve(&lengths.map(|new| (None, new))).unwrap());
         let pages = cache.holders.len();
         assert_eq!(pages, pages_for(4 + FIRST_PAGES));
         for length in lengths {
@@ -431,8 +525,36 @@ mod tests {
             cache.extend(sequence, length).unwrap();
         }
         assert_eq!(cache.pages_in_use(), 4 + FIRST_PAGES);
-        cache.reserve(&[PAGE; 3]).unwrap();
+        assert!(cache.reserve(&[(None, PAGE); 3]).unwrap());
         assert_eq!(cache.holders.len(), pages);
+    }
+
+    #[test]
+    fn a_limit_bounds_the_pages() {
+        let mut cache = cache();
+        cache.limit_memory((FIRST_PAGES + 3) * page_bytes() + 1);
+        let first = cache.add();
+        assert!(cache.reserve(&[(Some(first), 1)]).unwrap());
+        assert_eq!(cache.holders.len(), FIRST_PAGES);
+        cache.extend(first, 1).unwrap();
+        // The rest of a page is free, and a fork may not write it.
+        let all = (FIRST_PAGES + 2) * PAGE;
+        assert!(
+            cache
+                .reserve(&[(Some(first), PAGE - 1), (None, all)])
+                .unwrap()
+        );
+        assert_eq!(cache.holders.len(), FIRST_PAGES + 3);
+        assert!(!cache.reserve(&[(Some(first), PAGE), (None, all)]).unwrap());
+        assert!(!cache.reserve(&[(None, 1), (None, all)]).unwrap());
+        let second = cache.add();
+        cache.extend(second, all).unwrap();
+        let error = cache.extend(second, 1).unwrap_err().to_string();
+        assert!(error.contains("no free page"), "{error}");
+        cache.extend(first, PAGE - 1).unwrap();
+        cache.remove(second).unwrap();
+        assert!(cache.reserve(&[(Some(first), PAGE), (None, PAGE)]).unwrap());
+        assert_eq!(cache.holders.len(), FIRST_PAGES + 3);
     }
 
     #[test]
@@ -470,6 +592,16 @@ mod tests {
         }
         assert_eq!(cache.slots, 2 * FIRST_SLOTS);
         assert!(cache.states(0).is_err() && cache.pages(1).is_err());
+        // Sequences take 9 of 16 slots and 1 of 64 pages.
+        let PerSequence { pages, slots } = cache.bytes;
+        cache.limit_memory(FIRST_PAGES * pages + 18 * slots + slots / 2);
+        assert!(cache.reserve(&[(None, 1); 7]).unwrap());
+        assert_eq!(cache.slots, 2 * FIRST_SLOTS);
+        assert!(cache.reserve(&[(None, 1); 9]).unwrap());
+        assert_eq!(cache.slots, 18);
+        assert!(!cache.reserve(&[(None, 1); 10]).unwrap());
+        // One that has a slot needs no other.
+        assert!(cache.reserve(&[(Some(prompt), 1); 10]).unwrap());
     }
 
     #[test]

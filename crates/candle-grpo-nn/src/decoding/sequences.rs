@@ -50,14 +50,25 @@ pub trait Decoding: Send {
         Ok((self.next_logits(new)?, None))
     }
 
-    /// Reserves memory for this many more tokens in each new sequence. The default does nothing.
+    /// Sets the maximum number of bytes for the sequences, see [`PagedCache::limit_memory`].
+    ///
+    /// # Errors
+    ///
+    /// If the sequences have no limit. This is the default.
+    fn limit_memory(&mut self, bytes: usize) -> Result<()> {
+        bail!("memory limit: {bytes} bytes, must be absent: this model's sequences have no limit")
+    }
+
+    /// Reserves memory for more tokens. Each entry has a sequence, or `None` for one that will be
+    /// added or forked, and a number of tokens. Returns false if the limit leaves no room for all
+    /// of them. The default reserves nothing.
     ///
     /// # Errors
     ///
     /// If there is not enough memory. The sequences remain valid.
-    fn reserve(&mut self, positions: &[usize]) -> Result<()> {
-        let _ = positions;
-        Ok(())
+    fn reserve(&mut self, tokens: &[(Option<SequenceId>, usize)]) -> Result<bool> {
+        let _ = tokens;
+        Ok(true)
     }
 
     /// Prepares for many more steps, see [`PagedCache::pack_weights`]. The default does nothing.
@@ -223,8 +234,13 @@ impl Decoding for PagedDecoding<'_> {
         self.decoder.next_logits_and_experts(new, &mut self.cache)
     }
 
-    fn reserve(&mut self, positions: &[usize]) -> Result<()> {
-        self.cache.reserve(positions)
+    fn limit_memory(&mut self, bytes: usize) -> Result<()> {
+        self.cache.limit_memory(bytes);
+        Ok(())
+    }
+
+    fn reserve(&mut self, tokens: &[(Option<SequenceId>, usize)]) -> Result<bool> {
+        self.cache.reserve(tokens)
     }
 
     fn pack_weights(&mut self) {

@@ -82,17 +82,9 @@ impl DecoderConfig {
     ) -> usize {
         // Each completion starts its own page.
         let pages = groups * (prompt.div_ceil(PAGE) + group_size * response.div_ceil(PAGE));
-        let position = |attention: &AttentionPlan| {
-            2 * (attention.inputs.maps[1].outputs) * dtype.size_in_bytes()
-        };
-        let state = |delta: &GatedDeltaPlan| {
-            let heads = delta.heads;
-            let state = heads.value_heads * heads.key_dim * heads.value_dim;
-            (state + (delta.taps - 1) * heads.width()) * DType::F32.size_in_bytes()
-        };
         let of_block = |block: BlockPlan| match &block.tokens.mixer {
-            TokenMixerPlan::Attention(attention) => pages_for(pages) * PAGE * position(attention),
-            TokenMixerPlan::GatedDelta(delta) => groups * (group_size + 1) * state(delta),
+            TokenMixerPlan::Attention(plan) => pages_for(pages) * plan.page_bytes(dtype),
+            TokenMixerPlan::GatedDelta(plan) => groups * (group_size + 1) * plan.state_bytes(),
         };
         self.architecture().blocks.into_iter().map(of_block).sum()
     }
@@ -153,6 +145,11 @@ impl TokenMixerPlan {
 }
 
 impl AttentionPlan {
+    /// Bytes for a page of keys and values in `dtype`.
+    pub(crate) fn page_bytes(&self, dtype: DType) -> usize {
+        PAGE * 2 * self.inputs.maps[1].outputs * dtype.size_in_bytes()
+    }
+
     fn recorded(&self) -> usize {
         let [_, key, value] = self.inputs.maps.each_ref().map(|map| map.outputs);
         // Inputs to the output map. The query map may also have gates.
@@ -177,6 +174,13 @@ impl AttentionPlan {
 }
 
 impl GatedDeltaPlan {
+    /// Bytes for a sequence's states.
+    pub(crate) fn state_bytes(&self) -> usize {
+        let heads = self.heads;
+        let state = heads.value_heads * heads.key_dim * heads.value_dim;
+        (state + (self.taps - 1) * heads.width()) * DType::F32.size_in_bytes()
+    }
+
     fn recorded(&self) -> usize {
         let inputs: usize = self.inputs.maps.iter().map(|map| map.outputs).sum();
         // The convolution, two f32 gates per head, the output, and the gated output.

@@ -50,24 +50,15 @@ impl MemoryFit<'_> {
     /// If the settings are not valid with a number of tokens.
     pub fn micro_batch_tokens(&self, config: &TrainConfig) -> Result<Option<usize>> {
         let update = Update::new(config, self.prompt_tokens);
-        let (least, most) = (rounds(update.longest()), rounds(update.tokens()));
-        let fits = |rounds: usize| -> Result<bool> {
-            let plan = (self.plan)(&with_tokens(config, rounds * ROUND))?;
-            Ok(plan.peak() <= self.bytes)
-        };
-        if !fits(least)? {
-            return Ok(None);
-        }
-        let (mut fitting, mut too_many) = (least, most.max(least) + 1);
-        while too_many - fitting > 1 {
-            let middle = fitting.midpoint(too_many);
-            if fits(middle)? {
-                fitting = middle;
-            } else {
-                too_many = middle;
-            }
-        }
-        Ok(Some(fitting * ROUND))
+        let fitting = largest(
+            rounds(update.longest()),
+            rounds(update.tokens()),
+            |rounds| {
+                let plan = (self.plan)(&with_tokens(config, rounds * ROUND))?;
+                Ok(plan.peak() <= self.bytes)
+            },
+        )?;
+        Ok(fitting.map(|rounds| rounds * ROUND))
     }
 
     /// Returns the settings to change so that the run fits, each as `key: value`. A single change
@@ -96,6 +87,9 @@ impl MemoryFit<'_> {
         });
         if let Some(layers) = checkpointing {
             return Some(vec![format!("activation_checkpointing: {layers}")]);
+        }
+        if let Some(mib) = self.max_cache_mib(base) {
+            return Some(vec![format!("sampling.max_cache_mib: {mib}")]);
         }
         let mut batch_size = base.sampling.max_batch_size / 2;
         while batch_size > 0 {
@@ -137,6 +131,42 @@ impl MemoryFit<'_> {
         }
         fits(&changed).then_some(texts)
     }
+
+    /// Returns the largest cache that fits, if it has room for one completion.
+    fn max_cache_mib(&self, config: &TrainConfig) -> Option<usize> {
+        let lengths = (self.prompt_tokens, config.sampling.max_new_tokens);
+        let dtype = config.rollout_dtype().into();
+        let one = self.model.cache_bytes((1, 1), lengths, dtype);
+        let most = (self.plan)(config).ok()?.sampling >> 20;
+        let fitting = largest(one.div_ceil(1 << 20).max(1), most, |mib| {
+            let mut changed = config.clone();
+            changed.sampling.max_cache_mib = Some(mib);
+            Ok((self.plan)(&changed)?.peak() <= self.bytes)
+        });
+        fitting.ok().flatten()
+    }
+}
+
+/// Finds the largest number from `least` to `most` that fits, by bisection. `None` if `least` does
+/// not fit.
+fn largest(
+    least: usize,
+    most: usize,
+    fits: impl Fn(usize) -> Result<bool>,
+) -> Result<Option<usize>> {
+    if !fits(least)? {
+        return Ok(None);
+    }
+    let (mut fitting, mut too_many) = (least, most.max(least) + 1);
+    while too_many - fitting > 1 {
+        let middle = fitting.midpoint(too_many);
+        if fits(middle)? {
+            fitting = middle;
+        } else {
+            too_many = middle;
+        }
+    }
+    Ok(Some(fitting))
 }
 
 type Change = fn(&mut TrainConfig);

@@ -278,7 +278,10 @@ impl Draws<'_> {
         let drawn = self.total().min(self.sampling.max_batch_size);
         let groups = drawn.div_ceil(group);
         let lengths = (prompt, self.sampling.max_new_tokens);
+        let limit = self.sampling.max_cache_mib;
+        let limit = limit.map_or(usize::MAX, |mib| mib.saturating_mul(1 << 20));
         let cache = model.cache_bytes((groups, group), lengths, dtype);
+        let cache = cache.min(limit);
         let prefill = PREFILL_TOKENS.saturating_add(prompt).min(groups * prompt);
         let prefill = model.forward_bytes(prefill, dtype);
         let logits = |rows: usize| rows * model.vocab_size * 4;

@@ -321,6 +321,12 @@ impl TrainConfig {
             check::check(trained, "rollout.dtype", check::Name(&dtype), must)?;
         }
         check::check(
+            self.sampling.max_cache_mib.is_none() || self.rollout.engine.is_local(),
+            "sampling.max_cache_mib",
+            "given",
+            "be absent unless rollout.engine is local: a server has its own cache",
+        )?;
+        check::check(
             !self.router_replay || self.rollout.engine == Engine::Local,
             "router_replay",
             true,
@@ -348,6 +354,12 @@ impl TrainConfig {
             let must = "be absent for a custom model, whose maps have no known names";
             check::check(!is_set, name, "given", must)?;
         }
+        check::check(
+            self.sampling.max_cache_mib.is_none(),
+            "sampling.max_cache_mib",
+            "given",
+            "be absent for a custom model, whose sequences have no known size",
+        )?;
         let must = "be f32 for a custom model";
         for (name, dtype) in [
             ("compute_dtype", self.compute_dtype),

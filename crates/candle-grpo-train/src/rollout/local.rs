@@ -1,6 +1,6 @@
 //! A generator in this process.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result, ensure};
@@ -20,7 +20,7 @@ use crate::detached::model_in;
 use crate::random::uniform;
 use crate::{Interrupted, NotFinite, Progress};
 
-/// When a completion starts, the cache reserves room for this many tokens.
+/// When completions start, the cache reserves room for this many tokens of each one.
 const RESERVED_TOKENS: usize = 64;
 
 /// After this many steps, the CPU samples from weight copies ([`Decoding::pack_weights`]). Copying
@@ -42,6 +42,11 @@ pub(crate) const PREFILL_TOKENS: usize = 512;
 ///
 /// Each distinct prompt is computed once, and its completions share its keys and values. When a
 /// completion ends, it leaves the batch, and the next one takes its place.
+///
+/// A decoder's completions start only if their keys and values fit into memory
+/// ([`SamplingConfig::max_cache_mib`], or what the device has). If memory runs out later, those
+/// that started last are suspended: they give up their keys and values, which are computed again
+/// when there is room. On the CPU, this does not change a bit.
 pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
     config: C,
     model: C::Model,
@@ -63,12 +68,14 @@ struct Run<'a> {
     stop_strings: Option<StopStrings<'a>>,
     version: u64,
     prompts: Vec<PromptState<'a>>,
+    /// Why the device had no more memory, if it had not.
+    out_of_memory: Option<candle_core::Error>,
 }
 
 /// A distinct prompt in a call.
 struct PromptState<'a> {
     tokens: &'a [u32],
-    /// Number of completions that have not started.
+    /// Number of completions that have no sequence.
     waiting: usize,
     /// Its results, while completions wait.
     computed: Option<Computed>,
@@ -85,20 +92,16 @@ struct Computed {
     experts: Option<Vec<u16>>,
 }
 
-/// A completion that has not started.
-struct Waiting {
-    place: usize,
-    prompt: usize,
-    seed: CompletionSeed,
-    max_new_tokens: usize,
-}
-
 /// A completion that has not ended.
 struct Live {
     place: usize,
+    /// Index of its prompt.
+    prompt: usize,
     seed: CompletionSeed,
     max_new_tokens: usize,
-    sequence: SequenceId,
+    /// Its sequence, which has all its tokens but the last one. `None` before it starts, and while
+    /// it is suspended.
+    sequence: Option<SequenceId>,
     random: ChaCha8Rng,
     tokens: Vec<u32>,
     log_probs: Vec<f32>,
@@ -239,13 +242,18 @@ impl<C: ModelConfig> LocalGenerator<C> {
 impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         self.check(batch)?;
-        let run = Run {
+        let mut run = Run {
             decoding: self.decoding()?,
             batch,
             stop_strings: StopStrings::new(batch)?,
             version: self.version.load(Ordering::Acquire),
             prompts: Vec::new(),
+            out_of_memory: None,
         };
+        if let Some(mib) = batch.sampling.max_cache_mib {
+            let limit = run.decoding.limit_memory(mib.saturating_mul(1 << 20));
+            limit.with_context(|| format!("max_cache_mib: {mib}, must be absent"))?;
+        }
         if self.device.is_cpu() {
             // A thread from rayon's pool drives the model, so the pool does not have to be woken
             // for each operator.
@@ -278,7 +286,8 @@ impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
 
 impl Run<'_> {
     fn run(mut self, deliver: &mut Deliver<'_>) -> Result<()> {
-        let mut waiting = self.plan().into_iter();
+        let mut waiting = self.plan();
+        // In order of their places, as those that wait.
         let mut live: Vec<Live> = Vec::new();
         let mut steps = 0;
         loop {
@@ -290,10 +299,10 @@ impl Run<'_> {
                     self.decoding.pack_weights();
                 }
                 steps += 1;
-                let new: Vec<(SequenceId, &[u32])> = live
-                    .iter()
-                    .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
-                    .collect();
+                while !self.has_room(&room(&live, 1)) {
+                    self.suspend(&mut live, &mut waiting)?;
+                }
+                let new = last_tokens(&live)?;
                 let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
                 let experts = self.recorded(experts, &new)?;
                 for (l, experts) in live.iter_mut().zip(experts) {
@@ -303,13 +312,14 @@ impl Run<'_> {
                 self.draw(&logits, &rows, &mut live)?;
                 self.finish(&mut live, deliver)?;
             }
-            let places = self.batch.sampling.max_batch_size - live.len();
-            let admitted: Vec<Waiting> = waiting.by_ref().take(places).collect();
-            if !admitted.is_empty() {
-                let (logits, rows, mut begun) = self.begin(admitted)?;
-                self.draw(&logits, &rows, &mut begun)?;
-                self.finish(&mut begun, deliver)?;
-                live.append(&mut begun);
+            let count = self.admissible(&waiting, &live)?;
+            if count > 0 {
+                let (mut resumed, begun): (Vec<_>, Vec<_>) =
+                    waiting.drain(..count).partition(|l| !l.tokens.is_empty());
+                self.give_sequences(&mut resumed)?;
+                self.resume(&resumed)?;
+                live.append(&mut resumed);
+                self.begin(begun, &mut live, deliver)?;
             } else if live.is_empty() {
                 return Ok(());
             }
@@ -317,9 +327,9 @@ impl Run<'_> {
     }
 
     /// Finds the distinct prompts, and lists all completions in order.
-    fn plan(&mut self) -> Vec<Waiting> {
+    fn plan(&mut self) -> VecDeque<Live> {
         let mut state_of = HashMap::new();
-        let mut waiting = Vec::new();
+        let mut waiting = VecDeque::new();
         for request in self.batch.prompts {
             let prompt = *state_of.entry(request.tokens).or_insert_with(|| {
                 self.prompts.push(PromptState {
@@ -331,31 +341,131 @@ impl Run<'_> {
             });
             self.prompts[prompt].waiting += request.seeds.len();
             for &seed in &request.seeds {
-                waiting.push(Waiting {
+                waiting.push_back(Live {
                     place: waiting.len(),
                     prompt,
                     seed,
                     max_new_tokens: request.max_new_tokens,
+                    sequence: None,
+                    random: seed.random(),
+                    tokens: Vec::new(),
+                    log_probs: Vec::new(),
+                    drawn_log_probs: Vec::new(),
+                    experts: None,
+                    end: None,
                 });
             }
         }
         waiting
     }
 
-    /// Starts the admitted completions. Returns the logits after their prompts, and each
-    /// completion's row in them.
-    fn begin(&mut self, admitted: Vec<Waiting>) -> Result<(Tensor, Vec<usize>, Vec<Live>)> {
-        let mut needed: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
+    /// Reserves memory, see [`Decoding::reserve`]. Returns false if there is not enough.
+    fn has_room(&mut self, tokens: &[(Option<SequenceId>, usize)]) -> bool {
+        self.decoding.reserve(tokens).unwrap_or_else(|error| {
+            self.out_of_memory = Some(error);
+            false
+        })
+    }
+
+    /// Returns how many of the first completions in `waiting` start now, and reserves memory for
+    /// them and for the next tokens of those that are `live`.
+    fn admissible(&mut self, waiting: &VecDeque<Live>, live: &[Live]) -> Result<usize> {
+        let places = self.batch.sampling.max_batch_size - live.len();
+        let most = places.min(waiting.len());
+        if most == 0 {
+            return Ok(0);
+        }
+        if self.has_room(&self.needed(waiting, live, most, RESERVED_TOKENS)) {
+            return Ok(most);
+        }
+        let (mut fitting, mut too_many) = (0, most);
+        while too_many - fitting > 1 {
+            let middle = fitting.midpoint(too_many);
+            if self.has_room(&self.needed(waiting, live, middle, RESERVED_TOKENS)) {
+                fitting = middle;
+            } else {
+                too_many = middle;
+            }
+        }
+        if fitting > 0 || !live.is_empty() {
+            return Ok(fitting);
+        }
+        // Only prompts are in memory.
+        for state in &mut self.prompts {
+            if let Some(computed) = state.computed.take() {
+                self.decoding.remove(computed.sequence)?;
+            }
+        }
+        if self.has_room(&self.needed(waiting, live, 1, 1)) {
+            return Ok(1);
+        }
+        Err(self.no_room(&waiting[0]))
+    }
+
+    /// Returns the entries for [`Decoding::reserve`] for the first `count` completions in
+    /// `waiting`, with their prompts and `more` new tokens, and those of the `live` ones.
+    fn needed(
+        &self,
+        waiting: &VecDeque<Live>,
+        live: &[Live],
+        count: usize,
+        more: usize,
+    ) -> Vec<(Option<SequenceId>, usize)> {
+        let mut entries = room(live, more);
+        let mut prompts: Vec<usize> = waiting.iter().take(count).map(|l| l.prompt).collect();
+        prompts.sort_unstable();
+        prompts.dedup();
+        let prompts = prompts.iter().map(|&prompt| &self.prompts[prompt]);
+        let prompts = prompts.filter(|prompt| prompt.computed.is_none());
+        entries.extend(prompts.map(|prompt| (None, prompt.tokens.len())));
+        let begun = waiting.iter().take(count);
+        entries.extend(begun.map(|l| (None, l.tokens.len() + l.more(more))));
+        entries
+    }
+
+    /// Returns the error for a completion that does not fit into memory alone.
+    fn no_room(&mut self, l: &Live) -> anyhow::Error {
+        let (prompt, tokens) = (self.prompts[l.prompt].tokens.len(), l.tokens.len() + 1);
+        let what = format!("a prompt with {prompt} tokens and a completion with {tokens}");
+        match (self.out_of_memory.take(), self.batch.sampling.max_cache_mib) {
+            (Some(error), _) => anyhow::Error::from(error).context(format!(
+                "not enough memory for the keys and values of {what}"
+            )),
+            (None, mib) => anyhow::anyhow!(
+                "max_cache_mib: {}, must have room for the keys and values of {what}",
+                mib.unwrap_or_default()
+            ),
+        }
+    }
+
+    /// Suspends the completion that started last.
+    fn suspend(&mut self, live: &mut Vec<Live>, waiting: &mut VecDeque<Live>) -> Result<()> {
+        let Some(mut last) = live.pop() else {
+            return Ok(());
+        };
+        if live.is_empty() {
+            let computed = self
+                .prompts
+                .iter_mut()
+                .find_map(|state| state.computed.take());
+            let Some(computed) = computed else {
+                return Err(self.no_room(&last));
+            };
+            self.decoding.remove(computed.sequence)?;
+            live.push(last);
+            return Ok(());
+        }
+        self.decoding.remove(last.take_sequence()?)?;
+        self.prompts[last.prompt].waiting += 1;
+        waiting.push_front(last);
+        Ok(())
+    }
+
+    /// Computes the prompts of completions without a sequence, and gives each one its sequence.
+    fn give_sequences(&mut self, completions: &mut [Live]) -> Result<()> {
+        let mut needed: Vec<usize> = completions.iter().map(|l| l.prompt).collect();
         needed.sort_unstable();
         needed.dedup();
-        let completions = admitted.iter();
-        let completions = completions.map(|w| w.max_new_tokens.min(RESERVED_TOKENS));
-        let prompts = needed.iter().map(|&prompt| &self.prompts[prompt]);
-        let prompts = prompts.filter(|prompt| prompt.computed.is_none());
-        let prompts = prompts.map(|prompt| prompt.tokens.len());
-        let positions: Vec<usize> = prompts.chain(completions).collect();
-        // If there is not enough memory, the cache grows when needed.
-        let _ = self.decoding.reserve(&positions);
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
         for &prompt in &needed {
@@ -371,44 +481,82 @@ impl Run<'_> {
             }
         }
         self.prefill(&pass)?;
-
-        let mut logits = Vec::with_capacity(needed.len());
-        let mut sequences = HashMap::new();
-        for &prompt in &needed {
-            let computed = self.prompts[prompt]
-                .computed
-                .clone()
-                .context("a prompt was not computed")?;
-            let row = logits.len();
-            sequences.insert(prompt, (computed.sequence, row, computed.experts));
-            logits.push(computed.logits);
+        for l in completions {
+            let sequence = self.computed(l.prompt)?.sequence;
+            l.sequence = Some(self.decoding.fork(sequence)?);
         }
-        let mut rows = Vec::with_capacity(admitted.len());
-        let mut begun = Vec::with_capacity(admitted.len());
-        for completion in admitted {
-            let (sequence, row, experts) = &sequences[&completion.prompt];
-            let sequence = *sequence;
-            rows.push(*row);
-            begun.push(Live {
-                place: completion.place,
-                seed: completion.seed,
-                max_new_tokens: completion.max_new_tokens,
-                sequence: self.decoding.fork(sequence)?,
-                random: completion.seed.random(),
-                tokens: Vec::new(),
-                log_probs: Vec::new(),
-                drawn_log_probs: Vec::new(),
-                experts: experts.clone(),
-                end: None,
-            });
-            let state = &mut self.prompts[completion.prompt];
+        Ok(())
+    }
+
+    fn computed(&self, prompt: usize) -> Result<&Computed> {
+        let computed = self.prompts[prompt].computed.as_ref();
+        computed.context("a prompt was not computed")
+    }
+
+    /// Counts completions that have a sequence, and removes prompts that no other one waits for.
+    fn leave_prompts(&mut self, completions: &[Live]) -> Result<()> {
+        for l in completions {
+            let state = &mut self.prompts[l.prompt];
             state.waiting -= 1;
-            if state.waiting == 0 {
-                state.computed = None;
-                self.decoding.remove(sequence)?;
+            if state.waiting == 0
+                && let Some(computed) = state.computed.take()
+            {
+                self.decoding.remove(computed.sequence)?;
             }
         }
-        Ok((Tensor::cat(&logits, 0)?, rows, begun))
+        Ok(())
+    }
+
+    /// Computes the keys and values of completions that were suspended.
+    fn resume(&mut self, completions: &[Live]) -> Result<()> {
+        self.leave_prompts(completions)?;
+        let mut pass: Vec<(SequenceId, &[u32])> = Vec::new();
+        let mut tokens = 0;
+        for l in completions {
+            let past = &l.tokens[..l.tokens.len() - 1];
+            if !past.is_empty() {
+                pass.push((l.sequence()?, past));
+                tokens += past.len();
+            }
+            if tokens >= PREFILL_TOKENS {
+                self.decoding.next_logits(&pass)?;
+                pass.clear();
+                tokens = 0;
+            }
+        }
+        if !pass.is_empty() {
+            self.decoding.next_logits(&pass)?;
+        }
+        Ok(())
+    }
+
+    /// Samples the first tokens of completions, and adds them to the `live` ones.
+    fn begin(
+        &mut self,
+        mut begun: Vec<Live>,
+        live: &mut Vec<Live>,
+        deliver: &mut Deliver<'_>,
+    ) -> Result<()> {
+        if begun.is_empty() {
+            return Ok(());
+        }
+        self.give_sequences(&mut begun)?;
+        let mut logits = Vec::new();
+        let mut row_of = HashMap::new();
+        let mut rows = Vec::with_capacity(begun.len());
+        for l in &mut begun {
+            let computed = self.computed(l.prompt)?;
+            l.experts.clone_from(&computed.experts);
+            rows.push(*row_of.entry(l.prompt).or_insert_with(|| {
+                logits.push(computed.logits.clone());
+                logits.len() - 1
+            }));
+        }
+        self.leave_prompts(&begun)?;
+        self.draw(&Tensor::cat(&logits, 0)?, &rows, &mut begun)?;
+        self.finish(&mut begun, deliver)?;
+        live.append(&mut begun);
+        Ok(())
     }
 
     /// Computes the prompts' keys and values, and the logits after them.
@@ -498,7 +646,7 @@ impl Run<'_> {
             self.batch.progress.drawn(l.place, &l.tokens);
         }
         for l in live.extract_if(.., |l| l.end.is_some()) {
-            self.decoding.remove(l.sequence)?;
+            self.decoding.remove(l.sequence()?)?;
             let completion = Completion {
                 weight_versions: vec![self.version; l.tokens.len()],
                 tokens: l.tokens,
@@ -515,7 +663,34 @@ impl Run<'_> {
     }
 }
 
+/// Returns the entries for [`Decoding::reserve`] for at most `more` new tokens of each completion.
+fn room(live: &[Live], more: usize) -> Vec<(Option<SequenceId>, usize)> {
+    // The last token is not in the sequence, and the very last one never will be.
+    live.iter().map(|l| (l.sequence, l.more(more))).collect()
+}
+
+/// Returns each completion's sequence, with its last token.
+fn last_tokens(live: &[Live]) -> Result<Vec<(SequenceId, &[u32])>> {
+    let new = live.iter();
+    new.map(|l| Ok((l.sequence()?, &l.tokens[l.tokens.len() - 1..])))
+        .collect()
+}
+
 impl Live {
+    fn sequence(&self) -> Result<SequenceId> {
+        self.sequence.context("a completion has no sequence")
+    }
+
+    fn take_sequence(&mut self) -> Result<SequenceId> {
+        let sequence = self.sequence.take();
+        sequence.context("a completion has no sequence")
+    }
+
+    /// Returns how many of at most `most` more tokens it may have.
+    fn more(&self, most: usize) -> usize {
+        most.min(self.max_new_tokens - self.tokens.len())
+    }
+
     /// Adds a token.
     fn add(
         &mut self,

@@ -38,6 +38,11 @@ pub struct SamplingConfig {
     /// Maximum number of completions sampled at the same time. It limits memory, and does not
     /// influence the samples.
     pub max_batch_size: usize,
+    /// Maximum memory for keys and values in MiB. Completions start when they fit. If memory runs
+    /// out later, those that started last are suspended, and are computed again when there is
+    /// room. On the CPU it does not influence the samples. Absent: what the device has. Custom
+    /// models and servers do not support it.
+    pub max_cache_mib: Option<usize>,
     /// Random seed.
     pub seed: u64,
 }
@@ -54,6 +59,7 @@ impl Default for SamplingConfig {
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
             max_batch_size: 256,
+            max_cache_mib: None,
             seed: 0,
         }
     }
@@ -74,6 +80,9 @@ impl SamplingConfig {
             ("max_batch_size", self.max_batch_size),
         ] {
             validate::at_least_one(name, value)?;
+        }
+        if let Some(mib) = self.max_cache_mib {
+            validate::at_least_one("max_cache_mib", mib)?;
         }
         if let Some(at) = self.stop_strings.iter().position(String::is_empty) {
             let must = "have at least one character";

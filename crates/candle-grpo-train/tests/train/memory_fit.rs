@@ -130,7 +130,29 @@ fn the_fewest_layers_are_recomputed() {
     assert_eq!(change.unwrap(), ["activation_checkpointing: 2"]);
 }
 
-/// Where the peak is that of sampling, no setting of the update helps.
+/// Where the peak is that of sampling, a smaller cache helps.
+#[test]
+fn a_cache_that_fits_is_chosen() {
+    let drawing = |max_cache_mib| {
+        let mut config = config();
+        config.sampling.max_new_tokens = 20;
+        config.sampling.max_batch_size = 4096;
+        config.sampling.max_cache_mib = max_cache_mib;
+        config.mini_batch_size = Some(1);
+        config.prompts_per_step = 2048;
+        config
+    };
+    let peak_of = |mib| plan(&drawing(mib)).unwrap().peak();
+    assert_eq!(peak_of(Some(4)) - peak_of(Some(3)), 1 << 20);
+    let change = fit(peak_of(Some(3)), |fit| fit.smallest_change(&drawing(None)));
+    assert_eq!(change.unwrap(), ["sampling.max_cache_mib: 3"]);
+    let change = fit(peak_of(Some(4)) - 1, |fit| {
+        fit.smallest_change(&drawing(Some(8)))
+    });
+    assert_eq!(change.unwrap(), ["sampling.max_cache_mib: 3"]);
+}
+
+/// Where the peak is that of sampling and not of the cache, no setting of the update helps.
 #[test]
 fn fewer_completions_are_drawn_at_once() {
     let drawing = |max_batch_size| {
@@ -139,6 +161,7 @@ fn fewer_completions_are_drawn_at_once() {
         config.mini_batch_size = Some(1);
         config.prompts_per_step = 64;
         config.sampling.max_batch_size = max_batch_size;
+        config.sampling.max_cache_mib = Some(1);
         config
     };
     let peak_of = |size| plan(&drawing(size)).unwrap().peak();

@@ -1,16 +1,19 @@
 //! Tests sampled completions.
 
+use std::sync::{Arc, Mutex};
+
 use crate::common::{
-    END, actor_config, max_difference, model, parameters, parameters_of, parameters_on, prompts,
-    sampler, sampling, tokenizer,
+    END, actor_config, max_difference, model, model_with_experts, parameters, parameters_of,
+    parameters_on, prompts, sampler, sampling, tokenizer,
 };
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
+use candle_grpo_nn::{Decoder, DecoderConfig, LayerType, ModelType};
 use candle_grpo_test_support::{CudaCalls, assert_close, cases, device, devices, stay_on_cpu};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
-    Actor, ActorConfig, FinishReason, Prompt, Rollout, Sampler, SamplingConfig, TokenBatch,
+    Actor, ActorConfig, FinishReason, Progress, Prompt, Rollout, Sampler, SamplingConfig,
+    TokenBatch,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -393,6 +396,7 @@ fn bad_requests_are_errors_that_say_what_to_change() {
 #[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be from 0 to 1")]
 #[case(|c: &mut SamplingConfig| c.min_p = 1.1, "min_p: 1.1, ")]
 #[case(|c: &mut SamplingConfig| c.max_batch_size = 0, "max_batch_size: 0, must be at least 1")]
+#[case(|c: &mut SamplingConfig| c.max_cache_mib = Some(0), "max_cache_mib: 0, must be at least 1")]
 #[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: \"\", must have at least one character")]
 fn settings_out_of_range_are_named(#[case] spoil: fn(&mut SamplingConfig), #[case] words: &str) {
     let mut config = sampling();
@@ -445,6 +449,116 @@ proptest! {
             }
         }
     }
+}
+
+/// Counts sampled tokens in each step.
+#[derive(Default)]
+struct Steps(Mutex<Vec<(usize, usize)>>);
+
+impl Progress for Steps {
+    fn advance(&self, ended: usize, sampled: usize) {
+        self.0.lock().unwrap().push((ended, sampled));
+    }
+}
+
+fn long_model() -> DecoderConfig {
+    DecoderConfig {
+        head_dim: Some(16),
+        max_position_embeddings: 128,
+        ..model()
+    }
+}
+
+fn long_model_with_experts() -> DecoderConfig {
+    DecoderConfig {
+        head_dim: Some(16),
+        max_position_embeddings: 128,
+        ..model_with_experts()
+    }
+}
+
+/// A model with one attention block and one gated delta rule block.
+fn long_model_with_states() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Qwen3_5,
+        layer_types: vec![LayerType::LinearAttention, LayerType::FullAttention],
+        linear_conv_kernel_dim: Some(4),
+        linear_key_head_dim: Some(32),
+        linear_value_head_dim: Some(32),
+        linear_num_key_heads: Some(2),
+        linear_num_value_heads: Some(4),
+        ..long_model()
+    }
+}
+
+/// The cache has room for about half of the completions at their full length, and more of them
+/// start.
+#[rstest]
+#[case::dense(long_model())]
+#[case::experts(long_model_with_experts())]
+#[case::states(long_model_with_states())]
+fn a_small_cache_suspends_completions_and_changes_none(#[case] model: DecoderConfig) {
+    stay_on_cpu();
+    let parameters = parameters_of(&model, &Device::Cpu);
+    let prompts = prompts(&["abc", "d", "eeeee", "abcdeabcdeabcdeabcde"]);
+    let config = SamplingConfig {
+        max_new_tokens: 96,
+        stop_token_ids: Vec::new(),
+        ..sampling()
+    };
+    let sampled = |max_cache_mib| {
+        let config = SamplingConfig {
+            max_cache_mib,
+            ..config.clone()
+        };
+        let steps = Arc::new(Steps::default());
+        let sampler = Sampler::new(&model, &parameters, config).unwrap();
+        let sampler = sampler
+            .with_progress(Arc::<Steps>::clone(&steps))
+            .with_experts(true);
+        let rollouts = sampler.sample(&all(&prompts), 12, 0).unwrap();
+        let steps = std::mem::take(&mut *steps.0.lock().unwrap());
+        (rollouts, steps)
+    };
+    let (free, steps) = sampled(None);
+    assert!(steps.iter().all(|&(_, sampled)| sampled == 48));
+    let (limited, steps) = sampled(Some(1));
+    // Before any completion has ended, fewer are sampled than before.
+    let before_end = steps.iter().take_while(|(ended, _)| *ended == 0);
+    let sampled: Vec<usize> = before_end.map(|&(_, sampled)| sampled).collect();
+    let most = *sampled.iter().max().unwrap();
+    assert!(most < 48 && sampled.last().unwrap() + 3 < most, "{steps:?}");
+    for (free, limited) in free.iter().zip(&limited) {
+        assert_eq!(said(free), said(limited));
+        assert_eq!(free.completion.experts, limited.completion.experts);
+        assert_eq!(free.completion.tokens.len(), 96);
+    }
+}
+
+#[test]
+fn a_completion_that_does_not_fit_alone_is_named() {
+    let model = DecoderConfig {
+        head_dim: Some(128),
+        num_key_value_heads: 4,
+        max_position_embeddings: 512,
+        ..model()
+    };
+    let config = SamplingConfig {
+        max_new_tokens: 256,
+        stop_token_ids: Vec::new(),
+        max_cache_mib: Some(1),
+        ..sampling()
+    };
+    let sampler = Sampler::new(&model, &parameters_of(&model, device()), config).unwrap();
+    let error = sampler
+        .sample(&all(&prompts(&["abc", "d"])), 2, 0)
+        .unwrap_err();
+    // A page with 16 positions takes 128 KiB, and the prompt has its own. The rest has 112
+    // positions, so the token after 113 others has no room.
+    assert_eq!(
+        error.root_cause().to_string(),
+        "max_cache_mib: 1, must have room for the keys and values of a prompt with 3 tokens and a completion with 114"
+    );
 }
 
 #[test]

@@ -206,7 +206,7 @@ fn warn_of_differences(a: &[SuiteSummary], b: &[SuiteSummary]) -> Result<(), Exi
             _ => Map::new(),
         };
         // These do not change the distribution of a completion.
-        for key in ["seed", "max_batch_size", "stop_token_ids"] {
+        for key in ["seed", "max_batch_size", "max_cache_mib", "stop_token_ids"] {
             settings.remove(key);
         }
         settings.insert("pass_reward".to_owned(), summary.pass_reward.into());

@@ -111,6 +111,7 @@ run_trainer!(
         "rollout_log",
         "run_dir",
         "sampling.max_batch_size",
+        "sampling.max_cache_mib",
         "teacher.server.api_key_env",
         "teacher.server.base_url",
         "teacher.server.max_inflight",
