@@ -34,6 +34,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "driver.h"
@@ -197,6 +198,8 @@ int current_device() { return current_context == nullptr ? 0 : (int)(current_con
 
 // Calls of this thread, by name.
 thread_local std::map<std::string, uint64_t> calls;
+// The number of the next allocation of this thread that fails, counted from 1. 0 is none.
+thread_local uint64_t failing_allocation;
 
 CUresult refuse(CUresult result, const char* format, ...) {
     char text[400];
@@ -313,6 +316,7 @@ void protect(void* start, size_t bytes, int access) {
 
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
+    if (failing_allocation > 0 && --failing_allocation == 0) return OUT_OF_MEMORY;
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
     const size_t count = pages(rounded(bytes));
     void* start;
@@ -440,6 +444,10 @@ uint64_t cuda_host_calls(const char* name) {
     auto found = calls.find(name);
     return found == calls.end() ? 0 : found->second;
 }
+
+// Makes allocation `number` of this thread fail, counted from 1. 0 is none. Returns what was left of
+// the number before.
+uint64_t cuda_host_fail_allocation(uint64_t number) { return std::exchange(failing_allocation, number); }
 
 CUresult cuInit(unsigned) { return SUCCESS; }
 CUresult cuDeviceGet(int* device, int ordinal) {

@@ -63,10 +63,36 @@ impl CudaCalls {
     }
 }
 
-/// Requests a count from the emulation, which exports a function that a real driver does not have.
-/// Tests on the CPU may have the emulation, too, but do not use it.
+/// Runs `run` with this thread's allocation `number` failing for lack of memory, counted from 1.
+/// Also returns true if there was such an allocation. `None` without the emulation.
+#[allow(unsafe_code)]
+pub fn with_failing_allocation<T>(number: u64, run: impl FnOnce() -> T) -> Option<(T, bool)> {
+    let function = symbol(c"cuda_host_fail_allocation")?;
+    // SAFETY: the function of this name has this signature.
+    let fail: unsafe extern "C" fn(u64) -> u64 = unsafe { std::mem::transmute(function) };
+    // SAFETY: the function accepts any number.
+    unsafe { fail(number) };
+    let result = run();
+    // SAFETY: as before.
+    let left = unsafe { fail(0) };
+    Some((result, left == 0))
+}
+
+/// Requests a count from the emulation.
 #[allow(unsafe_code)]
 fn count(name: &CStr) -> Option<u64> {
+    let function = symbol(c"cuda_host_calls")?;
+    // SAFETY: the function of this name has this signature.
+    let function: unsafe extern "C" fn(*const c_char) -> u64 =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: the name is a C string.
+    Some(unsafe { function(name.as_ptr()) })
+}
+
+/// Returns a function that the emulation exports, and a real driver does not have. Tests on the CPU
+/// may have the emulation, too, but do not use it.
+#[allow(unsafe_code)]
+fn symbol(name: &CStr) -> Option<*mut c_void> {
     unsafe extern "C" {
         fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
     }
@@ -74,13 +100,6 @@ fn count(name: &CStr) -> Option<u64> {
         return None;
     }
     // SAFETY: a null handle searches all loaded libraries, and the name is a C string.
-    let function = unsafe { dlsym(std::ptr::null_mut(), c"cuda_host_calls".as_ptr()) };
-    if function.is_null() {
-        return None;
-    }
-    // SAFETY: the function of this name has this signature.
-    let function: unsafe extern "C" fn(*const c_char) -> u64 =
-        unsafe { std::mem::transmute(function) };
-    // SAFETY: the name is a C string.
-    Some(unsafe { function(name.as_ptr()) })
+    let function = unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) };
+    (!function.is_null()).then_some(function)
 }

@@ -8,6 +8,7 @@ mod checkpoint;
 mod common;
 mod critic;
 mod cuda_budget;
+mod cuda_out_of_memory;
 mod curriculum;
 mod custom_model;
 mod data_formats;
