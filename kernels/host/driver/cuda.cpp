@@ -316,6 +316,7 @@ void protect(void* start, size_t bytes, int access) {
 
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
+    calls["allocation"]++;
     if (failing_allocation > 0 && --failing_allocation == 0) return OUT_OF_MEMORY;
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
     const size_t count = pages(rounded(bytes));
@@ -438,8 +439,8 @@ using cuda_host::is_inside;
 
 extern "C" {
 
-// Returns how often this thread has called `name`: a function of the driver, "launch", "launch:"
-// and a kernel, "product" or "random".
+// Returns how often this thread has called `name`: a function of the driver, "allocation", "launch",
+// "launch:" and a kernel, "product" or "random".
 uint64_t cuda_host_calls(const char* name) {
     auto found = calls.find(name);
     return found == calls.end() ? 0 : found->second;

@@ -47,7 +47,7 @@ impl CudaCalls {
             products: count(c"product")?,
             copies_to_device: count(c"cuMemcpyHtoDAsync_v2")?,
             copies_to_host: count(c"cuMemcpyDtoHAsync_v2")?,
-            allocations: count(c"cuMemAllocAsync")?,
+            allocations: count(c"allocation")?,
             memsets: count(c"cuMemsetD8Async")?,
             events: count(c"cuEventCreate")?
                 + count(c"cuEventRecord")?
