@@ -3,9 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::time::Instant;
 
-use candle_grpo_test_support::WATCHDOG;
 use tempfile::TempDir;
 
 use crate::support::said;
@@ -536,22 +534,16 @@ fn check_refuses_what_train_refuses() {
     }
 }
 
-/// Each key that may hold the wrong value takes a pass over the file.
 #[test]
-fn the_search_for_the_key_of_a_wrong_value_is_bounded() {
-    let folder = folder(CONFIG, DATA);
+fn the_key_of_a_wrong_value_is_found_among_many() {
     let keys: String = (0..40_000).map(|i| format!(", z{i}: 7")).collect();
     let reward = format!("{{kind: regex, pattern: 7{keys}}}");
-    let config = CONFIG.replace("{kind: numeric}", &reward);
-    fs::write(folder.path().join("run.yaml"), config).unwrap();
-    let begun = Instant::now();
+    let folder = folder(&CONFIG.replace("{kind: numeric}", &reward), DATA);
     fails(
         &grpo(folder.path(), &["check", "run.yaml"]),
         3,
-        "run.yaml:3: rewards[0]: 7, must be a text\n",
+        "run.yaml:3: rewards[0].pattern: 7, must be a text\n",
     );
-    // A pass for each key would take longer.
-    assert!(begun.elapsed() < WATCHDOG);
 }
 
 #[test]
