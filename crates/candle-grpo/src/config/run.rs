@@ -923,18 +923,24 @@ pub(super) fn data_error(
 /// Checks that a run directory's path is possible.
 pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     if run_dir.as_os_str().is_empty() {
-        return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
+        return Err(Problem::at(
+            "run_dir",
+            "\"\", must be the path of a directory",
+        ));
     }
     if run_dir.starts_with("~") {
         let folder = run_dir.display();
-        let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
+        let message = format!("{folder}, must name the home directory in full, ~ is not replaced");
         return Err(Problem::at("run_dir", message));
     }
     // A folder that is there, or above the one to be made.
     let exists = |path: &&Path| !path.as_os_str().is_empty() && path.symlink_metadata().is_ok();
     match run_dir.ancestors().find(exists) {
         Some(path) if !path.is_dir() => {
-            let message = format!("{} is not a folder, must be one or absent", path.display());
+            let message = format!(
+                "{} is not a directory, must be one or absent",
+                path.display()
+            );
             Err(Problem::at("run_dir", message))
         }
         _ => Ok(()),

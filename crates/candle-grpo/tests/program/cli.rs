@@ -283,17 +283,17 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             reward("{kind: program, command: [sh, a.sh], folder: none}"),
-            "run.yaml:3: rewards[0].folder: none, must be a folder that exists",
+            "run.yaml:3: rewards[0].folder: none, must be a directory that exists",
         ),
         (
             reward("{kind: reward_model, path: none}"),
-            "run.yaml:3: rewards[0].path: none, must be a folder that exists",
+            "run.yaml:3: rewards[0].path: none, must be a directory that exists",
         ),
         (
             reward(
                 "{kind: ensemble, judges: [{kind: numeric}, {kind: reward_model, path: model}]}",
             ),
-            "run.yaml:3: rewards[0].judges[1].path: model, must be the folder of a reward model: ",
+            "run.yaml:3: rewards[0].judges[1].path: model, must be a reward model directory: ",
         ),
         (
             with("response_length: 8", "response_length: 24"),
@@ -372,7 +372,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}run_dir: ~/run\n"),
-            "run.yaml:5: run_dir: ~/run, must name the home folder in full",
+            "run.yaml:5: run_dir: ~/run, must name the home directory in full",
         ),
         (
             reward("{kind: regex, weight: 7, pattern: 7}"),
@@ -1122,7 +1122,7 @@ fn a_model_that_is_not_there_has_a_hint() {
         ),
         (
             "~/m",
-            "there is no such file; the home folder must be named in full, ~ is not replaced",
+            "there is no such file; the home directory must be named in full, ~ is not replaced",
         ),
         ("x/y/z", "there is no such file\n"),
         (

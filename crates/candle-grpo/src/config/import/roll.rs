@@ -112,7 +112,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_train.training_args.lr_scheduler_type": Unless("null", "set schedule.decay and schedule.decay_until");
     "actor_train.training_args": Refuse("not an option of the optimizer");
     "actor_train.data_args.file_name": To("data.train");
-    "actor_train.data_args.dataset_dir": NoMeaning("paths include their folders");
+    "actor_train.data_args.dataset_dir": NoMeaning("paths include their directories");
     "actor_train.data_args.messages": NoMeaning("the column is found by its name");
     "actor_train.data_args.preprocessing_num_workers": NoMeaning(NO_WORKERS);
     "actor_train.data_args.domain_interleave_probs": Set("data.weights", "");

@@ -38,7 +38,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_rollout_ref.model.enable_gradient_checkpointing": To("activation_checkpointing");
     "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
     "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
-    "actor_rollout_ref.model.override_config": Set("model", ": a folder with that config.json");
+    "actor_rollout_ref.model.override_config": Set("model", ": a directory with that config.json");
     "actor_rollout_ref.model": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.clip_ratio": NoMeaning("verl uses clip_ratio_low and clip_ratio_high");
     "actor_rollout_ref.actor.clip_ratio_c": To("recipe.policy_loss.surrogate.clip.dual_clip");

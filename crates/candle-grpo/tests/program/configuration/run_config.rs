@@ -513,7 +513,7 @@ fn an_error_has_the_line_and_the_key_of_the_file(#[case] more: &str, #[case] mes
     "run.yaml:10: training.critic.optimizer.learning_rate: -1",
     "at least 0"
 )]
-#[case("run_dir: ''\n", "run.yaml:9: run_dir: \"\"", "path of a folder")]
+#[case("run_dir: ''\n", "run.yaml:9: run_dir: \"\"", "path of a directory")]
 #[case(
     "run_dir: models\n",
     "run.yaml:1: model: models/smol",
@@ -886,7 +886,7 @@ fn a_run_dir_that_cannot_be_a_folder_is_refused() {
     std::fs::write(&file, "").unwrap();
     for run_dir in [file.clone(), file.join("runs/a")] {
         let error = yaml(&format!("run_dir: {}\n", run_dir.display())).unwrap_err();
-        let message = format!("run_dir: {} is not a folder", file.display());
+        let message = format!("run_dir: {} is not a directory", file.display());
         assert!(error.to_string().contains(&message), "{error}");
     }
     yaml(&format!(
