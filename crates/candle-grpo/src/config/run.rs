@@ -572,6 +572,10 @@ impl RunConfig {
             let listed = within(ENVIRONMENT, environment.list_tools());
             self.document.locate(listed)?;
         }
+        for row in &dataset.train {
+            let weight = self.train.sample_weight(&row.columns);
+            weight.map_err(|error| error.context(row.place()))?;
+        }
         for row in dataset.train.iter().chain(&dataset.held_out) {
             for reward in &self.rewards {
                 reward

@@ -547,6 +547,34 @@ fn the_key_of_a_wrong_value_is_found_among_many() {
 }
 
 #[test]
+fn the_column_of_sample_weights_has_positive_numbers() {
+    let config = format!("{CONFIG}sample_weight_column: weight\n");
+    let rows = |second: &str| {
+        format!(
+            "{{\"prompt\": \"ab\", \"answer\": 2, \"weight\": \"1.5\"}}\n{{\"prompt\": \"cd\", \"answer\": 3{second}}}\n"
+        )
+    };
+    // Either row may be held out.
+    let config = config.replace(", held_out_rows: 1", "");
+    let check = |second: &str| {
+        let folder = folder(&config, &rows(second));
+        grpo(folder.path(), &["check", "run.yaml"])
+    };
+    let accepted = check(", \"weight\": 2");
+    assert_eq!(accepted.status.code(), Some(0), "{}", said(&accepted));
+    for (second, found) in [
+        ("", "null"),
+        (", \"weight\": -1", "-1"),
+        (", \"weight\": \"x\"", "\"x\""),
+    ] {
+        let words = format!(
+            "data.jsonl:2: column \"weight\": {found}, must be a positive number (sample_weight_column)"
+        );
+        fails(&check(second), 4, &words);
+    }
+}
+
+#[test]
 fn errors_have_no_backtrace() {
     let folder = folder(
         &CONFIG.replace("preset: dapo", "preset: dapo, pg_clip: 7"),
