@@ -157,13 +157,16 @@ fn swap(fresh: &Path, path: &Path) -> Result<()> {
             Ok(()) => error,
             Err(_) => Error::new(
                 error.kind(),
-                format!("the previous folder is at {}: {error}", old.display()),
+                format!("the previous directory is at {}: {error}", old.display()),
             ),
         });
     }
     sync_parent(path)?;
     remove(&old).map_err(|error| {
-        let text = format!("removing the previous folder at {}: {error}", old.display());
+        let text = format!(
+            "removing the previous directory at {}: {error}",
+            old.display()
+        );
         Error::new(error.kind(), text)
     })
 }

@@ -76,10 +76,10 @@ impl Remote {
         };
         let hint = match error.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-                "; free some space, or set HF_HUB_CACHE to a folder on another disk"
+                "; free some space, or set HF_HUB_CACHE to a directory on another disk"
             }
             ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
-                "; set HF_HUB_CACHE to a folder that is writable"
+                "; set HF_HUB_CACHE to a directory that is writable"
             }
             _ => "",
         };

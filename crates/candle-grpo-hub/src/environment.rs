@@ -100,7 +100,7 @@ impl<F: Fn(&str) -> Option<OsString>> Variables<F> {
             .iter()
             .find_map(|name| self.value(name));
         let home =
-            home.context("HF_HOME: not set, and neither is HOME; must be the cache folder")?;
+            home.context("HF_HOME: not set, and neither is HOME; must be the cache directory")?;
         Ok(PathBuf::from(home))
     }
 

@@ -96,7 +96,7 @@ pub(super) fn indexed(path: &Path) -> Result<Vec<String>> {
         .iter()
         .find(|file| !is_file(file) || file.contains('/'))
     {
-        bail!("{INDEX}: {file:?}, must be the name of a file in the same folder");
+        bail!("{INDEX}: {file:?}, must be the name of a file in the same directory");
     }
     Ok(files.into_iter().collect())
 }
@@ -176,7 +176,7 @@ mod tests {
         for file in ["../2.safetensors", "d/2.safetensors", ""] {
             let error = write(file).unwrap_err().to_string();
             assert!(
-                error.contains("must be the name of a file in the same folder"),
+                error.contains("must be the name of a file in the same directory"),
                 "{error}"
             );
         }

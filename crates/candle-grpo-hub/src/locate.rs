@@ -305,7 +305,7 @@ impl Location<'_> {
             None => format!("{} is missing", self.revision),
         };
         anyhow!(
-            "{}: there is no such file or folder, and {variable} forbids downloads. The cache {}: {reason}. Unset the variable, or run `{}` where there is a network, with the same HF_HOME",
+            "{}: there is no such file or directory, and {variable} forbids downloads. The cache {}: {reason}. Unset the variable, or run `{}` where there is a network, with the same HF_HOME",
             self.name,
             self.hub.cache.display(),
             self.command()
@@ -336,7 +336,7 @@ impl Location<'_> {
                     endpoint, cache, ..
                 } = self.hub;
                 Error::new(TransferError(format!(
-                    "{}: there is no such file or folder, and the hub {endpoint} (HF_ENDPOINT) did not send it: {message}. Without a network the files must be in {}: run `{}` where there is one, with the same HF_HOME",
+                    "{}: there is no such file or directory, and the hub {endpoint} (HF_ENDPOINT) did not send it: {message}. Without a network the files must be in {}: run `{}` where there is one, with the same HF_HOME",
                     self.name,
                     cache.display(),
                     self.command()
@@ -374,7 +374,7 @@ impl Location<'_> {
                 "the token in HF_TOKEN, or in the file `token` in HF_HOME, is not valid".to_owned()
             }
             (401 | 404, _) => format!(
-                "there is no such file or folder, and {endpoint} has no such repository, or it is private; {token}"
+                "there is no such file or directory, and {endpoint} has no such repository, or it is private; {token}"
             ),
             (403, _) => format!("access to {page} is denied; {token}"),
             _ => String::new(),

@@ -86,7 +86,7 @@ impl Library {
             Ok(library) => Ok(library),
             Err(reason) => bail!(
                 "NCCL: {reason}. Install NCCL 2 (Debian and Ubuntu: libnccl2 of NVIDIA's repository; pip: \
-                 nvidia-nccl-cu13), and add its folder to LD_LIBRARY_PATH"
+                 nvidia-nccl-cu13), and add its directory to LD_LIBRARY_PATH"
             ),
         }
     }

@@ -32,14 +32,14 @@ pub(super) struct LocalFile {
 pub(super) fn list(folder: &Path) -> Result<Vec<LocalFile>> {
     ensure!(
         folder.is_dir(),
-        "{}: must be a folder with the files to upload",
+        "{}: must be a directory with the files to upload",
         folder.display()
     );
     let mut files = Vec::new();
     add(folder, "", &mut files)?;
     ensure!(
         !files.is_empty(),
-        "{}: has no files, must be a folder with the files to upload",
+        "{}: has no files, must be a directory with the files to upload",
         folder.display()
     );
     files.sort_by(|a, b| a.path.cmp(&b.path));
@@ -63,7 +63,7 @@ fn add(folder: &Path, prefix: &str, files: &mut Vec<LocalFile>) -> Result<()> {
             let size = metadata.len();
             files.push(LocalFile { path, place, size });
         } else if !metadata.is_dir() || is_link {
-            bail!("{shown}: must be a file, a link to a file, or a folder");
+            bail!("{shown}: must be a file, a link to a file, or a directory");
         } else if !SKIPPED.contains(&name) {
             add(&place, &format!("{path}/"), files)?;
         }
@@ -223,7 +223,7 @@ mod tests {
         std::os::unix::fs::symlink(".", place.join("loop")).unwrap();
         let error = list(place).unwrap_err().to_string();
         assert!(
-            error.ends_with("loop: must be a file, a link to a file, or a folder"),
+            error.ends_with("loop: must be a file, a link to a file, or a directory"),
             "{error}"
         );
     }

@@ -687,7 +687,7 @@ fn offline_without_a_cache_the_error_says_what_to_do() {
     assert_eq!(
         error,
         format!(
-            "a/b@v1: there is no such file or folder, and HF_HUB_OFFLINE forbids downloads. The cache {}: v1 is missing. Unset the variable, or run `hf download a/b --revision v1` where there is a network, with the same HF_HOME",
+            "a/b@v1: there is no such file or directory, and HF_HUB_OFFLINE forbids downloads. The cache {}: v1 is missing. Unset the variable, or run `hf download a/b --revision v1` where there is a network, with the same HF_HOME",
             cache.display()
         )
     );

@@ -663,8 +663,8 @@ fn redirects_are_followed_within_the_hub_alone() {
 }
 
 #[rstest]
-#[case::no_folder("absent", "absent: must be a folder")]
-#[case::a_file("model/config.json", "config.json: must be a folder")]
+#[case::no_folder("absent", "absent: must be a directory")]
+#[case::a_file("model/config.json", "config.json: must be a directory")]
 #[case::empty("empty", "empty: has no files")]
 fn a_folder_without_files_is_refused_without_a_request(#[case] path: &str, #[case] words: &str) {
     let test = Test::new();

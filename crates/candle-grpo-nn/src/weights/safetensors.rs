@@ -42,7 +42,7 @@ pub(crate) fn read_folder<T>(
             (parts.next(), parts.next()),
             (Some(Component::Normal(_)), None)
         ) {
-            bail!("{INDEX}: {file:?}, must be the name of a file in the same folder");
+            bail!("{INDEX}: {file:?}, must be the name of a file in the same directory");
         }
         for (name, tensor) in read_file(&folder.join(file))? {
             if weight_map.get(&name) != Some(file) {

@@ -114,7 +114,7 @@ impl Sandbox {
     fn attempt(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome, NotRun> {
         let folder = tempfile::Builder::new().prefix("candle-grpo-").tempdir();
         let folder = folder
-            .context("making a temporary folder")
+            .context("making a temporary directory")
             .map_err(NotRun::Sandbox)?;
         let limits = &self.limits;
         let bytes = (limits.memory_mib + limits.disk_mib) << 20;

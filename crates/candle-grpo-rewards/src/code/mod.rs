@@ -126,7 +126,7 @@ impl CodeConfig {
                 valid,
                 "file",
                 format_args!("{file:?}"),
-                "be a name without folders",
+                "be a name without directories",
             )?;
         }
         if let Some(report) = &self.report {
@@ -320,7 +320,7 @@ impl CodeReward {
         };
         ensure!(
             starts,
-            "{:?} does not start in the sandbox, must be in a folder of the system or of \
+            "{:?} does not start in the sandbox, must be in a directory of the system or of \
              \"visible\", and within the limits",
             self.command
         );

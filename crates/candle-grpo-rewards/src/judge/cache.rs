@@ -75,7 +75,7 @@ impl ReplyCache {
             sha256: sum(reply),
         })?;
         let _one = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-        let folder = path.parent().context("a folder")?;
+        let folder = path.parent().context("a directory")?;
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         atomic_file::write(&path, &entry).with_context(|| path.display().to_string())
     }

@@ -230,7 +230,7 @@ impl JudgeConfig {
         }
         let cache = self.cache.as_deref();
         let named = cache.is_none_or(|folder| !folder.as_os_str().is_empty());
-        Ok(check(named, "cache", "\"\"", "be the path of a folder")?)
+        Ok(check(named, "cache", "\"\"", "be the path of a directory")?)
     }
 
     fn check_url(&self) -> Result<()> {
@@ -260,7 +260,12 @@ impl JudgeConfig {
         }
         if let Some(folder) = &self.cache {
             let valid = folder.is_dir() || !folder.exists();
-            check(valid, "cache", folder.display(), "be a folder, or absent")?;
+            check(
+                valid,
+                "cache",
+                folder.display(),
+                "be a directory, or absent",
+            )?;
         }
         Ok(())
     }
@@ -317,7 +322,7 @@ mod tests {
     #[case("request_timeout", json!(0), "must be above 0")]
     #[case("retry_pause", json!(61), "must be from 0 to 60")]
     #[case("max_requests", json!(0), "must be at least 1")]
-    #[case("cache", json!(""), "must be the path of a folder")]
+    #[case("cache", json!(""), "must be the path of a directory")]
     fn each_option_is_checked(#[case] key: &str, #[case] value: Value, #[case] words: &str) {
         let error = error(key, value);
         assert!(error.starts_with(key) && error.contains(words), "{error}");

@@ -29,7 +29,7 @@ impl Program {
                 folder.is_dir(),
                 "folder",
                 folder.display(),
-                "be a folder that exists",
+                "be a directory that exists",
             )?;
         }
         let Some(name) = self.command.first() else {

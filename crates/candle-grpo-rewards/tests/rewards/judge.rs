@@ -521,7 +521,7 @@ fn a_cache_that_cannot_be_written_costs_only_requests() {
     assert_eq!(server.requests().len(), 2);
     let error = JudgeReward::new(config(&server.url(), json!({"cache": cache})));
     let error = error.err().unwrap().to_string();
-    assert!(error.ends_with("must be a folder, or absent"), "{error}");
+    assert!(error.ends_with("must be a directory, or absent"), "{error}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
     DistillationLoss, LinearDistillationOutput, LinearLogProb, OutputLayer, PolicyLoss, StepTotals,
-    linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
+    TokenLogProbs, linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::MasterWeights;
@@ -246,14 +246,19 @@ impl<M: LanguageModel> Actor<M> {
         &self.policy
     }
 
+    /// Returns log-probs and entropies, as [`Self::log_probs`] and [`Self::entropy`] do.
+    pub(super) fn response_log_probs(&self, batch: &TokenBatch) -> Result<TokenLogProbs> {
+        response_log_probs(&self.policy, batch, self.config.temperature)
+    }
+
     /// Returns the log-probs of the responses of `batch`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.log_probs)
+        Ok(self.response_log_probs(batch)?.log_probs)
     }
 
     /// Returns the entropy at each response position of `batch`, in nats, f32 `[B, T]`, detached.
     pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.entropy)
+        Ok(self.response_log_probs(batch)?.entropy)
     }
 
     /// Returns the sum of squared probabilities at each response position of `batch`, f32 `[B, T]`,

@@ -1,6 +1,6 @@
 //! The settings of a training run.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
@@ -11,6 +11,7 @@ use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::actor::{ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
@@ -88,6 +89,9 @@ pub struct TrainConfig {
     /// Share of the tokens that train the policy: those of highest entropy under the policy before
     /// the step (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`). Absent: all tokens.
     pub top_entropy: Option<f64>,
+    /// Column with a weight, a positive number, for the policy term of a row's completions.
+    /// Weights are divided by their mean over the step. Absent: all rows weigh the same.
+    pub sample_weight_column: Option<String>,
     /// Resampling of the completions by score, with replacement, after the advantages are computed
     /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
@@ -176,6 +180,7 @@ impl Default for TrainConfig {
             max_sampling_batches: 10,
             sample_filters: Vec::new(),
             top_entropy: None,
+            sample_weight_column: None,
             resampling: None,
             turn_advantage: None,
             demonstrations: None,
@@ -293,6 +298,27 @@ impl TrainConfig {
         self.sampling
             .validate()
             .map_err(|error| within("sampling", error))
+    }
+
+    /// Returns the weight of a row with these columns, before it is divided by the mean.
+    ///
+    /// # Errors
+    ///
+    /// If the row has no positive number in [`Self::sample_weight_column`].
+    pub fn sample_weight(&self, columns: &Value) -> Result<f64> {
+        let Some(column) = &self.sample_weight_column else {
+            return Ok(1.);
+        };
+        let weight = match &columns[column] {
+            // Fields of separated values are text.
+            Value::String(text) => text.trim().parse().ok(),
+            value => value.as_f64(),
+        };
+        let weight = weight.filter(|weight: &f64| weight.is_finite() && *weight > 0.);
+        let found = columns.get(column).unwrap_or(&Value::Null);
+        weight.with_context(|| {
+            format!("column {column:?}: {found}, must be a positive number (sample_weight_column)")
+        })
     }
 
     /// Returns the dtype in which the policy in this process draws.

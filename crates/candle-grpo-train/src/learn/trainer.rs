@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
 use candle_grpo_core::AdvantageEstimator;
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
@@ -12,7 +13,7 @@ use super::collector::{Collect, Collection, Collector};
 use super::demonstrations::Demonstrations;
 use super::models::Models;
 use super::needs::Needs;
-use super::rollout_groups::record;
+use super::rollout_groups::{RolloutGroups, record};
 use super::rollout_log::StepRollouts;
 use super::staleness::staleness_metrics;
 use super::step::{Passes, StepBatch, advantages, signals, update};
@@ -206,6 +207,10 @@ impl<C: ModelConfig> Trainer<C> {
         let passes = passes(config, self.ranks(), &*self.progress)?;
         let device = models.actor.parameters().device();
         let mut batch = StepBatch::new(kept, config, device)?;
+        if config.sample_weight_column.is_some() {
+            let weights = self.sample_weights(batch.groups())?;
+            batch = batch.with_sample_weights(Tensor::new(weights, device)?);
+        }
         let filtered = batch.why_filtered(config)?;
         if filtered.is_some() {
             return Ok((Some(batch), filtered));
@@ -218,6 +223,16 @@ impl<C: ModelConfig> Trainer<C> {
         }
         signals(&mut batch, self.needs.all(), models, config, passes)?;
         Ok((Some(batch), None))
+    }
+
+    /// The weights of the completions, whose mean is 1.
+    fn sample_weights(&self, groups: &RolloutGroups) -> Result<Vec<f32>> {
+        let prompts = &self.collector.prompts;
+        let weight = |&row: &usize| self.config.sample_weight(&prompts[row].columns);
+        let weights: Vec<f64> = groups.rows.iter().map(weight).collect::<Result<_>>()?;
+        let mean = weights.iter().sum::<f64>() / weights.len() as f64;
+        let of_group = |weight| std::iter::repeat_n((weight / mean) as f32, groups.num_generations);
+        Ok(weights.into_iter().flat_map(of_group).collect())
     }
 
     /// Fails if the weights are those of half a step.

@@ -58,7 +58,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     match metadata.get(MODEL) {
         Some(GgufValue::String(model)) if model == "gpt2" => {}
         Some(model) => bail!(
-            "{MODEL}: {model}, only \"gpt2\" (byte-level BPE) is read; a Hugging Face folder has its tokenizer.json"
+            "{MODEL}: {model}, only \"gpt2\" (byte-level BPE) is read; a Hugging Face directory has its tokenizer.json"
         ),
         None => bail!("{MODEL}: absent, must be \"gpt2\""),
     }

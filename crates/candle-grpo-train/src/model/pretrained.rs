@@ -252,12 +252,12 @@ impl Pretrained {
     pub fn first_foreign(folder: &Path) -> Result<Option<PathBuf>> {
         ensure!(
             folder.is_dir() && !folder.is_symlink(),
-            "is not a folder, must be the folder of a model"
+            "is not a directory, must be a model directory"
         );
         let foreign = Owned::Model.first_foreign(folder)?;
         ensure!(
             foreign.is_some() || Owned::has_model(folder)?,
-            "has no {CONFIG} with safetensors, must be the folder of a model"
+            "has no {CONFIG} with safetensors, must be a model directory"
         );
         Ok(foreign)
     }
@@ -459,7 +459,7 @@ pub(crate) fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()
 /// Guesses what a path without a model was meant to be.
 fn missing_hint(path: &Path) -> &'static str {
     if path.starts_with("~") {
-        "; the home folder must be named in full, ~ is not replaced"
+        "; the home directory must be named in full, ~ is not replaced"
     } else if path.components().count() == 1 && !is_gguf(path) {
         "; a model of the hub must be named ORG/NAME"
     } else {

@@ -64,7 +64,7 @@ impl RewardModelConfig {
     /// Returns an option's error, or an error about the files at the path.
     fn of_path(&self, error: &Error) -> Error {
         let of_files = || {
-            let must = format!("be the folder of a reward model: {error:#}");
+            let must = format!("be a reward model directory: {error:#}");
             Invalid::new("path", self.path.display(), must)
         };
         // In a file, an invalid option is a cause with another type.
@@ -78,7 +78,7 @@ impl RewardModelConfig {
             self.path.is_dir(),
             "path",
             self.path.display(),
-            "be a folder that exists",
+            "be a directory that exists",
         )?;
         let bytes = fs::read(self.path.join(CONFIG)).context(CONFIG)?;
         let config = SequenceClassifierConfig::from_hugging_face(&bytes).context(CONFIG)?;

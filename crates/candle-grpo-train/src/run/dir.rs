@@ -203,12 +203,15 @@ impl RunDir {
             return Ok((Self::begin(path, config)?, None));
         }
         let set_aside = || -> Result<ReplacedRun> {
-            ensure!(!path.is_symlink(), "is a link, must be the folder itself");
+            ensure!(
+                !path.is_symlink(),
+                "is a link, must be the directory itself"
+            );
             let path = path.canonicalize()?;
             let here = env::current_dir()?.canonicalize()?;
             ensure!(
                 !here.starts_with(&path),
-                "holds the working directory and is not replaced, must be another folder"
+                "holds the working directory and is not replaced, must be another directory"
             );
             ensure_whole(&path)?;
             if let Some(foreign) = Owned::Run.first_foreign(&path)? {

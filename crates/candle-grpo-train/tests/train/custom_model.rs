@@ -1,17 +1,24 @@
 //! A custom `LanguageModel` in the whole trainer.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use candle_core::{DType, Result, Tensor, Var};
+use candle_grpo_core::advantage::KlPenalty;
+use candle_grpo_core::inputs::Input;
+use candle_grpo_core::{GroupAdvantage, Kl, KlEstimator};
 use candle_grpo_loss::KlLoss;
 use candle_grpo_nn::{
     Decoding, LanguageModel, LoraConfig, ModelConfig, PackedTokens, Parameters, SequenceStates,
 };
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{ReferenceRefresh, rollout_log_probs};
+use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch};
+use candle_grpo_train::learn::{Models, OldLogProbs, Ranks, ReferenceRefresh, rollout_log_probs};
 use candle_grpo_train::rollout::Engine;
 use candle_grpo_train::run::Checkpoints;
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, Sampler, StepMetrics, TokenBatch, TrainConfig, Trainer,
-    TrainerParts, evaluate,
+    ComputeDType, CriticConfig, Prompt, Sample, Sampler, StepMetrics, TokenBatch, TrainConfig,
+    Trainer, TrainerParts, evaluate,
 };
 use candle_nn::{Linear, Module, VarBuilder, linear_no_bias};
 use rstest::rstest;
@@ -148,6 +155,54 @@ impl LanguageModel for CachedModel {
     }
 }
 
+/// The same model, which counts its passes.
+#[derive(Clone, Serialize)]
+struct CountedConfig {
+    model: MeanConfig,
+    #[serde(skip)]
+    passes: Arc<AtomicUsize>,
+}
+
+#[derive(Clone)]
+struct CountedModel {
+    model: MeanModel,
+    passes: Arc<AtomicUsize>,
+}
+
+impl ModelConfig for CountedConfig {
+    type Model = CountedModel;
+
+    fn build(&self, vb: VarBuilder) -> Result<CountedModel> {
+        Ok(CountedModel {
+            model: self.model.build(vb)?,
+            passes: Arc::clone(&self.passes),
+        })
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.model.vocab_size()
+    }
+
+    fn max_positions(&self) -> usize {
+        self.model.max_positions()
+    }
+}
+
+impl LanguageModel for CountedModel {
+    fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        self.passes.fetch_add(1, Ordering::Relaxed);
+        self.model.hidden_states(tokens)
+    }
+
+    fn output_weight(&self) -> &Tensor {
+        self.model.output_weight()
+    }
+
+    fn output_name(&self) -> &str {
+        self.model.output_name()
+    }
+}
+
 fn mean() -> MeanConfig {
     MeanConfig {
         positions: 16,
@@ -203,6 +258,73 @@ fn with_reference(refresh: bool) -> TrainConfig {
         alpha: 0.5,
     });
     config
+}
+
+/// The passes before an update, with a penalty in the advantages that needs the old log-probs.
+#[rstest]
+#[case::of_both(OldLogProbs::Recompute, Some(0.5), 1)]
+#[case::of_log_probs(OldLogProbs::Recompute, None, 1)]
+#[case::of_entropies(OldLogProbs::Sampler, Some(0.5), 1)]
+#[case::of_none(OldLogProbs::Sampler, None, 0)]
+fn log_probs_and_entropies_come_from_one_pass(
+    #[case] old_log_probs: OldLogProbs,
+    #[case] top_entropy: Option<f64>,
+    #[case] expected: usize,
+) -> anyhow::Result<()> {
+    let counted = Arc::new(AtomicUsize::new(0));
+    let model = CountedConfig {
+        model: mean(),
+        passes: Arc::clone(&counted),
+    };
+    let mut config = TrainConfig {
+        old_log_probs,
+        top_entropy,
+        micro_batch_size: 64,
+        ..config()
+    };
+    let penalty = KlPenalty {
+        coef: 0.1,
+        kl: Kl::new(KlEstimator::K1),
+    };
+    let group = GroupAdvantage {
+        kl_penalty: Some(penalty),
+        ..GroupAdvantage::grpo()
+    };
+    config.recipe.advantage = group.into();
+    let models = Models::new(model, parameters(), &config)?;
+    let prompts = prompts(&["abc", "d"]);
+    let of_step: Vec<&Prompt> = prompts.iter().collect();
+    let sampler = models.sampler(config.sampling.clone())?;
+    let mut groups = step::collect(&sampler, &of_step, config.num_generations, 1)?;
+    let reward = |sample: &Sample| sample.completion_tokens.len() as f32;
+    step::score(
+        &mut groups,
+        &of_step,
+        &reward,
+        &config.sampling,
+        &tokenizer(),
+    )?;
+    let mut batch = StepBatch::new(groups, &config, device())?;
+    let (ranks, needs) = (Ranks::default(), Needs::new(&config, None));
+    let passes = Passes::new(&config, &ranks)?;
+    let before = counted.load(Ordering::Relaxed);
+    step::signals(&mut batch, needs.advantage, &models, &config, passes)?;
+    step::signals(&mut batch, needs.all(), &models, &config, passes)?;
+    // The reference is another model with the same counter.
+    let passes = counted.load(Ordering::Relaxed) - before - 1;
+    assert_eq!(passes, expected);
+    let (actor, tokens) = (&models.actor, batch.tokens());
+    let bits = |x: &Tensor| x.to_vec2::<f32>();
+    if old_log_probs == OldLogProbs::Recompute {
+        let old = batch.input(Input::OldLogProbs).unwrap();
+        assert_eq!(bits(old)?, bits(&actor.log_probs(tokens)?)?);
+    }
+    let entropy = batch.input(Input::Entropy);
+    assert_eq!(entropy.is_some(), top_entropy.is_some());
+    if let Some(entropy) = entropy {
+        assert_eq!(bits(entropy)?, bits(&actor.entropy(tokens)?)?);
+    }
+    Ok(())
 }
 
 #[rstest]

@@ -253,7 +253,7 @@ fn a_key_takes_one_path_or_several() {
 fn published() -> Option<PathBuf> {
     let folder = env::var_os("CANDLE_GRPO_DATA").map(PathBuf::from);
     if folder.is_none() {
-        eprintln!("skipped: CANDLE_GRPO_DATA names no folder with gsm8k/ and svamp/");
+        eprintln!("skipped: CANDLE_GRPO_DATA names no directory with gsm8k/ and svamp/");
     }
     folder
 }

@@ -28,10 +28,11 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::step::Needs;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
 use candle_grpo_train::{
-    ComputeDType, Progress, RewardFunction, Sample, SamplingConfig, StepMetrics, TokenBatch,
-    TrainConfig, TrainerParts, WeightedRewards, evaluate,
+    ComputeDType, Progress, Prompt, RewardFunction, Sample, SamplingConfig, StepMetrics,
+    TokenBatch, TrainConfig, TrainerParts, WeightedRewards, evaluate,
 };
 use rstest::rstest;
+use serde_json::json;
 
 fn config(recipe: Recipe) -> TrainConfig {
     TrainConfig {
@@ -452,6 +453,64 @@ fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
     });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
+}
+
+/// GRPO's advantages, times the hundreds of each score over their mean.
+struct Hundreds;
+
+impl AdvantageEstimator for Hundreds {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        let weights = (batch.sequence_rewards()?.values / 100.)?.round()?;
+        let weights = weights.broadcast_div(&weights.mean_all()?)?;
+        let advantages = AdvantagePipeline::grpo().estimate(batch)?.advantages;
+        let weights = weights.to_dtype(advantages.dtype())?;
+        Ok(Advantages::new((advantages * weights)?))
+    }
+}
+
+#[test]
+fn the_weight_of_a_row_is_a_factor_of_its_advantages() {
+    let of_row = |sample: &Sample| sample.columns["weight"].as_f64().unwrap() as f32;
+    let step = |weights: [f64; 3], column: Option<&str>, estimator| {
+        let rows = ["abc", "d", "ee"].into_iter().zip(weights).enumerate();
+        let prompts = rows.map(|(i, (text, weight))| {
+            Prompt::new(i as u64, text, json!({"weight": weight}), &tokenizer()).unwrap()
+        });
+        let config = TrainConfig {
+            sample_weight_column: column.map(str::to_owned),
+            ..with_loss(PolicyLoss::default())
+        };
+        let reward = move |sample: &Sample| 100. * of_row(sample) + digest(sample);
+        let mut trainer = trainer_of(TrainerParts {
+            prompts: prompts.collect(),
+            estimator,
+            ..parts(reward, config)
+        });
+        trainer.step().map(|metrics| metrics.grad_norm.unwrap())
+    };
+    let hundreds = || -> Option<Box<dyn AdvantageEstimator>> { Some(Box::new(Hundreds)) };
+    let (weights, column) = ([1., 2., 5.], Some("weight"));
+    let weighted = step(weights, column, None).unwrap();
+    let expected = step(weights, None, hundreds()).unwrap();
+    assert!(
+        (weighted / expected - 1.).abs() < 1e-5,
+        "{weighted} and {expected}"
+    );
+    let plain = step(weights, None, None).unwrap();
+    assert!(
+        (weighted / plain - 1.).abs() > 1e-3,
+        "{weighted} and {plain}"
+    );
+    let equal = |column| step([2.; 3], column, None).unwrap();
+    assert_eq!(equal(column), equal(None));
+    for (weights, column, found) in [
+        (weights, "other", "column \"other\": null"),
+        ([1., 0., 1.], "weight", "column \"weight\": 0.0"),
+    ] {
+        let error = format!("{:#}", step(weights, Some(column), None).unwrap_err());
+        let expected = format!("{found}, must be a positive number (sample_weight_column)");
+        assert!(error.contains(&expected), "{error}");
+    }
 }
 
 /// Advantages of a shape that no step has.

@@ -248,7 +248,7 @@ fn a_file_that_is_missing_is_an_error_with_its_name() {
     };
     let error = check(Path::new("no/such/folder"));
     assert!(
-        error.contains("path: no/such/folder, must be a folder that exists"),
+        error.contains("path: no/such/folder, must be a directory that exists"),
         "{error}"
     );
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
@@ -283,7 +283,7 @@ fn an_error_of_a_model_in_an_ensemble_names_its_key() {
         (
             model(Path::new("nowhere")),
             "path: nowhere",
-            "must be a folder that exists",
+            "must be a directory that exists",
         ),
         (model(broken.path()), "path", "tokenizer.json"),
         (model(weights.path()), "path", "model.safetensors"),

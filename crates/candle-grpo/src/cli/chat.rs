@@ -21,8 +21,8 @@ use super::sample::{Distribution, object};
 
 #[derive(clap::Args)]
 pub(super) struct ChatArguments {
-    /// The model: a Hugging Face folder, a GGUF file, a run directory (its best checkpoint), or a
-    /// Hugging Face hub name. It needs a chat template.
+    /// The model: a Hugging Face directory, a GGUF file, a run directory (its best checkpoint), or
+    /// a Hugging Face hub name. It needs a chat template.
     model: PathBuf,
     /// The system message before the conversation.
     #[arg(long, value_name = "TEXT")]

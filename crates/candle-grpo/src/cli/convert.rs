@@ -18,7 +18,7 @@ use super::exit::Exit;
 use super::load;
 use super::output::resolved;
 
-/// A folder's model card.
+/// A directory's model card.
 const CARD: &str = "README.md";
 
 /// The type to write the weights in; in a GGUF file, the matrices.
@@ -43,7 +43,7 @@ pub(super) struct Options {
     pub(super) dtype: Option<Dtype>,
     /// Merges adapters into the weights.
     pub(super) merge: bool,
-    /// Replaces a file, or a folder with a model.
+    /// Replaces a file, or a directory with a model.
     pub(super) force: bool,
 }
 
@@ -63,8 +63,8 @@ impl Format {
 }
 
 /// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, otherwise a Hugging
-/// Face folder. `from` is a GGUF file, a Hugging Face folder, a run directory or a hub name. A
-/// run's adapters are written alone, unless `merge` is set.
+/// Face directory. `from` is a GGUF file, a Hugging Face directory, a run directory or a hub name.
+/// A run's adapters are written alone, unless `merge` is set.
 pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Exit> {
     let Options {
         dtype,
@@ -80,7 +80,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
             format!("--dtype: {name}, must be f32, f16 or q8_0 for the GGUF file {to}")
         } else {
             format!(
-                "--dtype: {name}, must be f32, bf16 or f16 for a Hugging Face folder; {to} does not end in .gguf"
+                "--dtype: {name}, must be f32, bf16 or f16 for a Hugging Face directory; {to} does not end in .gguf"
             )
         }));
     };
@@ -143,7 +143,7 @@ pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Ex
     Ok(())
 }
 
-/// Writes the `adapters` from the run `source`, or from its checkpoint, to the folder `to`.
+/// Writes the `adapters` from the run `source`, or from its checkpoint, to the directory `to`.
 fn write_adapters(
     source: &Path,
     checkpoint: &Path,
@@ -214,7 +214,7 @@ fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
         return Ok(());
     }
     if !force {
-        return refuse("exists already, choose another folder or pass --force".to_owned());
+        return refuse("exists already, choose another directory or pass --force".to_owned());
     }
     if resolved(&env::current_dir()?)?.starts_with(&folder) {
         return refuse("contains the working directory and is not replaced".to_owned());
@@ -223,13 +223,13 @@ fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     let card = to.join(CARD);
     if card.is_file() && !fs::read_to_string(&card).is_ok_and(|card| card.contains(CARD_MARK)) {
         return refuse(format!(
-            "contains {CARD}, which grpo did not write; the folder is not replaced"
+            "contains {CARD}, which grpo did not write; the directory is not replaced"
         ));
     }
     match Pretrained::first_foreign(to) {
         Err(error) => refuse(format!("{error:#}; it is not replaced")),
         Ok(Some(foreign)) => refuse(format!(
-            "contains {}, which is not a model file; the folder is not replaced",
+            "contains {}, which is not a model file; the directory is not replaced",
             foreign.strip_prefix(to).unwrap_or(&foreign).display()
         )),
         Ok(None) => Ok(()),

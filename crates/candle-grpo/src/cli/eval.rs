@@ -21,15 +21,15 @@ pub(super) struct EvalArguments {
     /// The configuration, with its data, rewards and evaluation section. With --suite, the model.
     #[arg(value_name = "FILE_OR_MODEL", required_unless_present = "compare")]
     file: Option<PathBuf>,
-    /// Evaluate this model instead of the configuration's: a folder, a GGUF file, a run directory
-    /// (its best checkpoint), or a Hugging Face hub name. For a trained model, pass `--model RUN`;
-    /// without it, the model before training is evaluated.
+    /// Evaluate this model instead of the configuration's: a directory, a GGUF file, a run
+    /// directory (its best checkpoint), or a Hugging Face hub name. For a trained model, pass
+    /// `--model RUN`; without it, the model before training is evaluated.
     #[arg(long)]
     model: Option<PathBuf>,
     #[command(flatten)]
     suites: SuiteArguments,
-    /// Write the answers to this file as JSON lines. With --suite or --compare: a folder for the
-    /// table as JSON, and one JSON lines file per suite.
+    /// Write the answers to this file as JSON lines. With --suite or --compare: a directory for
+    /// the table as JSON, and one JSON lines file per suite.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Replace an --out file that this command did not write, unless this command or the run reads

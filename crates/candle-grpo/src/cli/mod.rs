@@ -75,31 +75,32 @@ enum Command {
     /// Answers appear as they are sampled. /reset starts a new conversation, /exit quits, and
     /// Ctrl-C ends an answer.
     Chat(ChatArguments),
-    /// Convert a GGUF file, a Hugging Face folder or a run to another format.
+    /// Convert a GGUF file, a Hugging Face directory or a run to another format.
     ///
-    /// For a run with adapters, a folder gets only the adapters, in PEFT format. With --merge it
+    /// For a run with adapters, a directory gets only the adapters, in PEFT format. With --merge it
     /// gets the whole model. A GGUF file always has the whole model.
     Convert {
         /// The model; also a Hugging Face hub name.
         model: PathBuf,
-        /// The target: a GGUF file if the name ends in .gguf, otherwise a Hugging Face folder.
+        /// The target: a GGUF file if the name ends in .gguf, otherwise a Hugging Face directory.
         target: PathBuf,
-        /// The weight type. Default: f32 for a folder, f16 for a GGUF file.
+        /// The weight type. Default: f32 for a directory, f16 for a GGUF file.
         #[arg(long)]
         dtype: Option<Dtype>,
         /// Merge a run's adapters into the weights.
         #[arg(long)]
         merge: bool,
-        /// Replace an existing GGUF file, or a folder that only holds a model.
+        /// Replace an existing GGUF file, or a directory that only holds a model.
         #[arg(long)]
         force: bool,
     },
     /// Upload a run's policy to the Hugging Face hub.
     ///
-    /// Uploads what grpo convert writes for the run: the best checkpoint as a Hugging Face folder
-    /// with a model card. A model folder is uploaded as it is. Creates the repository, which is
-    /// private unless --public is given. The token is that of HF_TOKEN or `hf auth login`. After an
-    /// interruption, the same command sends only files that the hub does not have.
+    /// Uploads what grpo convert writes for the run: the best checkpoint as a Hugging Face
+    /// directory with a model card. A model directory is uploaded as it is. Creates the
+    /// repository, which is private unless --public is given. The token is that of HF_TOKEN or
+    /// `hf auth login`. After an interruption, the same command sends only files that the hub
+    /// does not have.
     Push(PushArguments),
     /// Check a configuration without loading the weights, and print what the run does.
     ///

@@ -9,7 +9,7 @@ use candle_grpo::nn::atomic_file;
 use super::exit::Exit;
 
 /// Returns an error unless `path` is free, `force` is set, or the file's first line shows that this
-/// command wrote it. A file in `inputs` is never replaced, and one in an `inputs` folder only if
+/// command wrote it. A file in `inputs` is never replaced, and one in an `inputs` directory only if
 /// this command wrote it.
 pub(super) fn check(
     path: &Path,
@@ -19,7 +19,7 @@ pub(super) fn check(
 ) -> Result<(), Exit> {
     let refuse = |reason: &str| Err(Exit::Config(format!("{}: {reason}", path.display())));
     if path.is_dir() {
-        return refuse("is a folder, must be the path of a file");
+        return refuse("is a directory, must be the path of a file");
     }
     if path.exists() && !path.is_file() {
         return refuse("is not a regular file, must be the path of a file");

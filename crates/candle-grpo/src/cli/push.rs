@@ -12,12 +12,12 @@ use super::convert::{Dtype, Options, convert};
 use super::exit::Exit;
 use super::output::resolved;
 
-/// Files of which a model folder has one.
+/// Files of which a model directory has one.
 const MODEL_FILES: [&str; 2] = ["config.json", "adapter_config.json"];
 
 #[derive(clap::Args)]
 pub(super) struct PushArguments {
-    /// The run directory, or a model folder.
+    /// The run directory, or a model directory.
     run: PathBuf,
     /// The repository. ORG is your account or an organization.
     #[arg(value_name = "ORG/NAME")]
@@ -42,7 +42,7 @@ pub(super) struct PushArguments {
     quiet: bool,
 }
 
-/// Uploads a run's policy or a model folder.
+/// Uploads a run's policy or a model directory.
 pub(super) fn push(arguments: PushArguments) -> Result<(), Exit> {
     let PushArguments {
         run: source,
@@ -67,7 +67,7 @@ pub(super) fn push(arguments: PushArguments) -> Result<(), Exit> {
     let (folder, _converted) = if is_model_folder(&source)? {
         if dtype.is_some() || merge {
             return Err(Exit::Config(format!(
-                "{}: is a model folder and is uploaded as it is; --dtype and --merge are for runs. `grpo convert` converts models",
+                "{}: is a model directory and is uploaded as it is; --dtype and --merge are for runs. `grpo convert` converts models",
                 source.display()
             )));
         }
@@ -89,7 +89,7 @@ pub(super) fn push(arguments: PushArguments) -> Result<(), Exit> {
     print(&uploaded)
 }
 
-/// Returns the name of a model repository, even if a folder has this path.
+/// Returns the name of a model repository, even if a directory has this path.
 fn name(text: &str) -> Result<HubName, Exit> {
     let prefixed = format!("hf://{}", text.trim_start_matches("hf://"));
     match HubName::of_prefixed(Path::new(&prefixed)) {
@@ -104,7 +104,7 @@ fn name(text: &str) -> Result<HubName, Exit> {
 fn is_model_folder(source: &Path) -> Result<bool, Exit> {
     let wrong = |reason: &str| {
         let message = format!(
-            "{}: {reason}, must be a run directory or a model folder",
+            "{}: {reason}, must be a run directory or a model directory",
             source.display()
         );
         Err(Exit::Model(message))
@@ -113,7 +113,7 @@ fn is_model_folder(source: &Path) -> Result<bool, Exit> {
         return wrong(if source.exists() {
             "is a file"
         } else {
-            "there is no such folder"
+            "there is no such directory"
         });
     }
     let lost = RunDir::lost_files(source).map_err(|error| Exit::Model(format!("{error:#}")))?;
@@ -130,8 +130,8 @@ fn is_model_folder(source: &Path) -> Result<bool, Exit> {
     wrong("has neither config.json nor a GGUF file")
 }
 
-/// Converts a run, or a checkpoint in one, to a folder that is removed with the returned value. It
-/// is beside the run, on a disk with room for its weights.
+/// Converts a run, or a checkpoint in one, to a directory that is removed with the returned value.
+/// It is beside the run, on a disk with room for its weights.
 fn converted(
     source: &Path,
     dtype: Option<Dtype>,

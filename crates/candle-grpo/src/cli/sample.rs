@@ -23,8 +23,8 @@ use super::load;
 
 #[derive(clap::Args)]
 pub(super) struct SampleArguments {
-    /// The model: a Hugging Face folder, a GGUF file, a run directory (its best checkpoint), or a
-    /// Hugging Face hub name.
+    /// The model: a Hugging Face directory, a GGUF file, a run directory (its best checkpoint), or
+    /// a Hugging Face hub name.
     model: PathBuf,
     /// The prompt. Default: standard input.
     #[arg(conflicts_with = "row")]

@@ -23,7 +23,7 @@ use super::sample::{Distribution, object};
 use super::table::Table;
 use super::{load, output};
 
-/// A model's summary, in a results folder.
+/// A model's summary, in a results directory.
 const SUMMARY: &str = "summary.json";
 const COMPARISON: &str = "comparison.json";
 
@@ -31,8 +31,8 @@ const COMPARISON: &str = "comparison.json";
 #[derive(clap::Args)]
 pub(super) struct SuiteArguments {
     /// Prompt suites, separated by commas: gsm8k, svamp, math500, aime24, aime25, mmlu, or a file
-    /// path (docs/evaluation.md). The first argument is then a model: a folder, a GGUF file, a run
-    /// directory (its best checkpoint), or a Hugging Face hub name.
+    /// path (docs/evaluation.md). The first argument is then a model: a directory, a GGUF file, a
+    /// run directory (its best checkpoint), or a Hugging Face hub name.
     #[arg(
         long,
         value_name = "SUITE",
@@ -40,9 +40,9 @@ pub(super) struct SuiteArguments {
         conflicts_with = "model"
     )]
     pub(super) suite: Vec<String>,
-    /// The folder with the suite files, such as gsm8k/test.jsonl. Default: the hub, or the working
-    /// directory for suites that name no hub file.
-    #[arg(long, value_name = "FOLDER", requires = "suite")]
+    /// The directory with the suite files, such as gsm8k/test.jsonl. Default: the hub, or the
+    /// working directory for suites that name no hub file.
+    #[arg(long, value_name = "DIRECTORY", requires = "suite")]
     data: Option<PathBuf>,
     /// The number of answers per prompt. Default: set by the suite.
     #[arg(
@@ -71,7 +71,7 @@ pub(super) struct SuiteArguments {
     /// The random seed. Default: 0.
     #[arg(long, requires = "suite")]
     seed: Option<u64>,
-    /// Compare two results on the same prompts: --out folders, their JSON lines files, or two
+    /// Compare two results on the same prompts: --out directories, their JSON lines files, or two
     /// models with --suite.
     #[arg(long, num_args = 2, value_names = ["A", "B"], conflicts_with_all = ["file", "model"])]
     pub(super) compare: Option<Vec<PathBuf>>,
@@ -146,7 +146,7 @@ pub(super) fn compare_two(
     for path in [a, b] {
         if !is_result(path) && arguments.suite.is_empty() {
             return Err(Exit::Config(format!(
-                "--compare: {}: neither a folder with {SUMMARY} nor a JSON lines file; a model needs --suite",
+                "--compare: {}: neither a directory with {SUMMARY} nor a JSON lines file; a model needs --suite",
                 path.display()
             )));
         }
@@ -576,7 +576,7 @@ fn lines_of(folder: &Path, suite: &str) -> PathBuf {
     folder.join(format!("{suite}.jsonl"))
 }
 
-/// Rejects a folder with files that are not this command's results.
+/// Rejects a directory with files that are not this command's results.
 fn check_folder(
     folder: &Path,
     suites: &[LoadedSuite],
@@ -595,7 +595,7 @@ fn check_folder(
 fn check_is_folder(folder: &Path) -> Result<(), Exit> {
     if folder.exists() && !folder.is_dir() {
         Err(Exit::Config(format!(
-            "{}: is not a folder, must be one",
+            "{}: is not a directory, must be one",
             folder.display()
         )))
     } else {

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::EvaluationConfig;
 use super::document::join;
-use super::problem::Problem;
+use super::problem::{Problem, within};
 use super::run::RunConfig;
 use super::sft::SftRunConfig;
 
@@ -27,7 +27,7 @@ const STACK_BYTES: u128 = 2 << 20;
 
 /// Rejects sizes that no machine could start with.
 pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
-    for (key, value) in [
+    positive(&[
         ("max_steps", Some(run.max_steps)),
         ("threads", run.threads),
         ("max_memory_mib", run.max_memory_mib),
@@ -36,17 +36,21 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
         ("evaluation.every_steps", run.evaluation.every_steps),
         ("evaluation.max_prompts", run.evaluation.max_prompts),
         ("max_prompt_tokens", Some(run.max_prompt_tokens)),
-    ] {
-        if value == Some(0) {
-            return Err(Problem::at(key, "0, must be at least 1"));
-        }
-    }
+    ])?;
     check_threads(run.threads)?;
     check_rank("", run.train.adapters.as_ref())?;
     step(run)?;
     check_evaluation(&run.evaluation, 1)?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
     numbers("", &effective)
+}
+
+/// Rejects counts of 0.
+pub(super) fn positive(counts: &[(&str, Option<usize>)]) -> Result<(), Problem> {
+    match counts.iter().find(|(_, count)| *count == Some(0)) {
+        Some((key, _)) => Err(Problem::at(key, "0, must be at least 1")),
+        None => Ok(()),
+    }
 }
 
 /// Rejects thread counts that no machine could start.
@@ -82,18 +86,14 @@ fn check_rank(section: &str, adapters: Option<&LoraConfig>) -> Result<(), Proble
 
 /// [`check`] for supervised training.
 pub(super) fn check_sft(run: &SftRunConfig) -> Result<(), Problem> {
-    for (key, value) in [
+    positive(&[
         ("max_steps", run.sft.max_steps),
         ("threads", run.threads),
         ("checkpoint.every_steps", run.checkpoint.every_steps),
         ("checkpoint.keep", Some(run.checkpoint.keep)),
         ("evaluation.every_steps", run.evaluation.every_steps),
         ("evaluation.max_rows", run.evaluation.max_rows),
-    ] {
-        if value == Some(0) {
-            return Err(Problem::at(key, "0, must be at least 1"));
-        }
-    }
+    ])?;
     check_threads(run.threads)?;
     check_rank("sft", run.sft.adapters.as_ref())?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
@@ -108,9 +108,7 @@ pub(super) fn check_adapters(
     model: &DecoderConfig,
 ) -> Result<(), Problem> {
     let section = join(section, "adapters");
-    let shapes = adapters
-        .parameter_shapes(model)
-        .map_err(|error| Problem::within(&section, &error.into()))?;
+    let shapes = within(&section, adapters.parameter_shapes(model))?;
     let width = model.hidden_size;
     if adapters.rank > width {
         let weights: u128 = shapes
@@ -247,10 +245,10 @@ fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
                 )),
             }
         }
-        Value::Object(map) => map.iter().try_for_each(|(key, value)| match path {
-            "" => numbers(key, value),
-            path => numbers(&format!("{path}.{key}"), value),
-        }),
+        Value::Object(map) => {
+            let mut keys = map.iter();
+            keys.try_for_each(|(key, value)| numbers(&join(path, key), value))
+        }
         Value::Array(items) => {
             let mut items = items.iter().enumerate();
             items.try_for_each(|(i, value)| numbers(&format!("{path}[{i}]"), value))

@@ -7,14 +7,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use candle_grpo_train::hide_from_programs;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
+use super::culprit::culprit;
 use super::error::ConfigError;
 use super::import::{VERL_SIGN, overrides_of};
 use super::preset::Preset;
+use super::schema::section_schema;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
@@ -227,11 +230,8 @@ impl Document {
     pub(super) fn places_of(&self, path: &str) -> Vec<&str> {
         let mut places: Vec<&str> = Vec::new();
         for (place, origin) in &self.origins {
-            let is_inside = |around: &&str| {
-                let rest = place.strip_prefix(*around);
-                rest.is_some_and(|rest| rest.starts_with(['.', '[']))
-            };
-            if origin.path == path && self.get(place).is_some() && !places.iter().any(is_inside) {
+            let is_inside = places.iter().any(|around| is_within(place, around));
+            if origin.path == path && self.get(place).is_some() && !is_inside {
                 places.push(place);
             }
         }
@@ -273,9 +273,8 @@ impl Document {
         }
         let paths = self.lines.range(from.to_owned()..).map(|(path, _)| path);
         let paths = paths.take_while(|path| path.starts_with(from));
-        let inside = |path: &&String| path[from.len()..].starts_with(['.', '[']);
         let paths: Vec<String> = paths
-            .filter(|path| *path == from || inside(path))
+            .filter(|path| is_within(path, from))
             .cloned()
             .collect();
         for path in paths {
@@ -368,44 +367,40 @@ impl Document {
 
     /// Parses `value`, found at `path`, as a `T`. If it names environment variables that hold
     /// secret keys, programs do not inherit them.
-    pub(super) fn parse<T: DeserializeOwned>(
+    pub(super) fn parse<T: DeserializeOwned + JsonSchema>(
         &self,
         path: &str,
-        value: Value,
+        value: &Value,
     ) -> Result<T, ConfigError> {
-        hide_keys(&value);
-        serde_path_to_error::deserialize(Tree(value.clone())).map_err(|error| {
+        hide_keys(value);
+        serde_path_to_error::deserialize(Tree(value)).map_err(|error| {
             let inner = error.path().to_string();
-            // An unknown key is a question mark in the path.
+            // An unknown key is a question mark in the path, or its last step.
             let inner = inner.trim_end_matches('?').trim_end_matches('.');
-            let inner = if inner == "." { "" } else { inner };
             let error = error.into_inner();
-            let is_same = |value| T::deserialize(Tree(value)).err().as_ref() == Some(&error);
-            match culprit(&value, inner, &error, is_same) {
-                Some(inner) => self.type_error(&join(path, &inner), &error),
-                None => self.type_error(&join(path, inner), &error),
-            }
+            let (section, last) = inner.rsplit_once('.').unwrap_or(("", inner));
+            let inner = match &error {
+                TypeError::UnknownKey { key, .. } if key == last => section,
+                _ => inner,
+            };
+            let culprit = culprit(&section_schema::<T>(), value, inner, &error);
+            self.type_error(&join(path, culprit.as_deref().unwrap_or(inner)), &error)
         })
     }
 
     fn type_error(&self, path: &str, error: &TypeError) -> ConfigError {
         match error {
             TypeError::UnknownKey { key, known } => {
-                let at = self.inside(path, key);
-                let section = match at.rsplit_once('.') {
-                    Some((section, _)) => section,
-                    None => "",
-                };
                 let message = if SftRunConfig::is_of(self) {
-                    unknown_sft_key(section, key, known)
+                    unknown_sft_key(path, key, known)
                 } else {
-                    unknown_key(section, key, known)
+                    unknown_key(path, key, known)
                 };
-                self.error(&at, message)
+                self.error(&join(path, key), message)
             }
             TypeError::UnknownName { name, known } => {
                 // Some names are keys of a mapping and have a line.
-                let at = self.inside(path, name);
+                let at = join(path, name);
                 let at = if self.lines.contains_key(&at) {
                     &at
                 } else {
@@ -463,21 +458,6 @@ impl Document {
             format!("a share of max_steps: {share} of {max_steps} is {steps}")
         })
     }
-
-    /// Returns a key's path at or below `path`: an error's path may end at a section.
-    fn inside(&self, path: &str, key: &str) -> String {
-        let end = format!(".{key}");
-        if path == key || path.ends_with(&end) {
-            return path.to_owned();
-        }
-        let at = join(path, key);
-        if self.lines.contains_key(&at) || self.origins.contains_key(&at) {
-            return at;
-        }
-        let mut below = self.lines.keys();
-        let below = below.find(|below| below.starts_with(path) && below.ends_with(&end));
-        below.cloned().unwrap_or(at)
-    }
 }
 
 /// Returns a share of `steps` as a whole number.
@@ -506,65 +486,6 @@ fn pointer(path: &str) -> String {
     steps.flat_map(|step| ["/", step]).collect()
 }
 
-/// Removes the key or the item at a path.
-fn remove(value: &mut Value, path: &str) {
-    let pointer = pointer(path);
-    let Some((section, key)) = pointer.rsplit_once('/') else {
-        return;
-    };
-    match (value.pointer_mut(section), key.parse()) {
-        (Some(Value::Object(map)), _) => drop(map.shift_remove(key)),
-        (Some(Value::Array(items)), Ok(i)) if i < items.len() => drop(items.remove(i)),
-        _ => {}
-    }
-}
-
-/// The largest number of keys that [`culprit`] removes or adds per value. Each costs a pass over
-/// the file.
-const TRIES: usize = 50;
-
-/// Returns the path below `path` to the value that caused `error`. A reward is read before its kind
-/// is known, so its errors' paths end above their keys.
-fn culprit(
-    value: &Value,
-    path: &str,
-    error: &TypeError,
-    is_same: impl Fn(Value) -> bool,
-) -> Option<String> {
-    let mut open = vec![(path.to_owned(), value.pointer(&pointer(path))?)];
-    let (mut tries, mut culprit) = (TRIES, None);
-    while let Some((at, found)) = open.pop() {
-        if tries > 0 && at != path && error.is_about(found) {
-            tries -= 1;
-            let mut changed = value.clone();
-            match error {
-                TypeError::Missing { key } => {
-                    if let Some(Value::Object(section)) = changed.pointer_mut(&pointer(&at)) {
-                        section.insert((*key).to_owned(), Value::Null);
-                    }
-                }
-                _ => remove(&mut changed, &at),
-            }
-            if !is_same(changed) {
-                // The value is this one or inside it.
-                open.clear();
-                culprit = Some(at.clone());
-            }
-        }
-        match found {
-            Value::Object(map) => {
-                open.extend(map.iter().map(|(key, found)| (join(&at, key), found)));
-            }
-            Value::Array(items) => {
-                let items = items.iter().enumerate();
-                open.extend(items.map(|(i, found)| (format!("{at}[{i}]"), found)));
-            }
-            _ => {}
-        }
-    }
-    culprit
-}
-
 /// Returns how a key with dots is written, for an error: `, as in a: {b: ...}` for `a.b`.
 fn nested(key: &str) -> String {
     let mut parts = key.rsplit('.');
@@ -586,6 +507,12 @@ pub(super) fn join(path: &str, key: &str) -> String {
         (path, key) if key.starts_with('[') => format!("{path}{key}"),
         (path, key) => format!("{path}.{key}"),
     }
+}
+
+/// Returns whether `path` is `around`, or inside it.
+pub(super) fn is_within(path: &str, around: &str) -> bool {
+    let rest = path.strip_prefix(around);
+    rest.is_some_and(|rest| around.is_empty() || rest.is_empty() || rest.starts_with(['.', '[']))
 }
 
 fn line_at(text: &str, at: usize) -> usize {

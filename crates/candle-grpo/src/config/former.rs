@@ -105,8 +105,7 @@ impl Document {
             native.rename(ROWS, "demonstration_data")?;
         }
         let section = self.get(TRAINING).filter(|section| !section.is_null());
-        let keys: Map<String, Value> =
-            self.parse(TRAINING, section.cloned().unwrap_or(json!({})))?;
+        let keys: Map<String, Value> = self.parse(TRAINING, section.unwrap_or(&json!({})))?;
         for key in keys.keys() {
             let path = format!("{TRAINING}.{key}");
             if !settings().contains_key(key) {
@@ -212,7 +211,7 @@ fn path_of(key: &str) -> String {
 fn effects(former: &Document, keys: &Value) -> Result<Result<Value, KeyError>, ConfigError> {
     let mut keys = keys.clone();
     AlgorithmConfig::expand(&mut keys);
-    let keys: AlgorithmConfig = former.parse(ALGORITHM, keys)?;
+    let keys: AlgorithmConfig = former.parse(ALGORITHM, &keys)?;
     let mut config = TrainConfig::default();
     Ok(keys.apply(&mut config).map(|()| json!(config)))
 }

@@ -9,7 +9,7 @@ use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, Transfer
 use candle_grpo_train::{ComputeDType, Interrupted};
 use serde_json::{Map, Value};
 
-use super::document::Document;
+use super::document::{Document, is_within};
 use super::error::ConfigError;
 use super::run::{RunConfig, reward_key};
 use super::sections::ModelConfig;
@@ -30,11 +30,8 @@ impl HubFiles {
     /// Returns whether a model's weights are not in the cache, for the model that `key`, or a key
     /// in it, names.
     pub(super) fn lacks_weights_of(&self, key: &str) -> bool {
-        let is_of_key = |lacking: &str| match lacking.strip_prefix(key) {
-            Some(rest) => rest.is_empty() || rest.starts_with('.'),
-            None => false,
-        };
-        self.missing.iter().any(|(lacking, ..)| is_of_key(lacking))
+        let mut missing = self.missing.iter();
+        missing.any(|(lacking, ..)| is_within(lacking, key))
     }
 }
 

@@ -3,6 +3,7 @@
 mod algorithm;
 mod algorithm_keys;
 mod bounds;
+mod culprit;
 mod document;
 mod error;
 mod former;

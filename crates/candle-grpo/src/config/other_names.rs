@@ -87,7 +87,6 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("cliprange_value", "critic"),
     ("value_clip_range", "critic"),
     ("entropy_coeff", "recipe.policy_loss.entropy_coef"),
-    ("entropy_coef", "recipe.policy_loss.entropy_coef"),
     ("overlong_filter", "sample_filters"),
     ("rollout_is", "recipe.policy_loss.rollout_correction"),
     // Distillation.

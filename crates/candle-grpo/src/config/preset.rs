@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::algorithm::AdvEstimator;
+use super::document::join;
 
 /// REINFORCE++'s KL coefficient unless the configuration sets one.
 const REINFORCE_KL_COEF: f64 = 0.01;
@@ -132,11 +133,7 @@ fn differ(path: &str, ours: &Value, theirs: &Value, differences: &mut Vec<String
     match (ours, theirs) {
         (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
             for (key, ours) in a {
-                let path = match path {
-                    "" => key.clone(),
-                    path => format!("{path}.{key}"),
-                };
-                differ(&path, ours, &b[key], differences);
+                differ(&join(path, key), ours, &b[key], differences);
             }
         }
         _ if ours != theirs => differences.push(format!("{path}: {}", compact(ours))),

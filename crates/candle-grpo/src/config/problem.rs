@@ -44,31 +44,19 @@ impl Problem {
         }
     }
 
-    /// An option of `section` is not valid.
-    pub(super) fn within(section: &str, error: &Error) -> Self {
-        match find_invalid(error) {
-            Some(invalid) => Self::option(join(section, &invalid.field), invalid),
-            None => Self::at(section, format!("{error:#}")),
-        }
-    }
-
     /// A setting of a trainer is not valid. Its section is `section`, except for the fields that a
     /// file has `elsewhere`.
     pub(super) fn from_section(section: &str, elsewhere: &[(&str, &str)], error: &Error) -> Self {
         let Some(invalid) = find_invalid(error) else {
-            return Self::within(section, error);
+            return Self::at(section, format!("{error:#}"));
         };
         let field = &invalid.field;
         let first = field.split('.').next().unwrap_or(field);
         let place = elsewhere.iter().find(|(name, _)| *name == first);
         let path = match place {
             Some((_, place)) => format!("{place}{}", &field[first.len()..]),
-            None => format!("{section}.{field}"),
+            None => join(section, field),
         };
-        Self::option(path, invalid)
-    }
-
-    fn option(path: String, invalid: &Invalid) -> Self {
         Self {
             path,
             message: Message::Option(invalid.clone()),
@@ -76,7 +64,7 @@ impl Problem {
     }
 
     /// Returns the error with the line of its key.
-    pub(super) fn locate(self, document: &Document) -> ConfigError {
+    fn locate(self, document: &Document) -> ConfigError {
         match self.message {
             Message::Located(error) => error,
             Message::Text(text) => document.error(&self.path, text),
@@ -93,6 +81,28 @@ impl Problem {
             }
         }
     }
+}
+
+impl Document {
+    /// Gives a problem the line of its key.
+    pub(super) fn locate<T>(&self, result: Result<T, Problem>) -> Result<T, ConfigError> {
+        result.map_err(|problem| problem.locate(self))
+    }
+}
+
+/// Makes an error about an option of `section` a problem of its key.
+pub(super) fn within<T>(section: &str, result: Result<T, impl Into<Error>>) -> Result<T, Problem> {
+    result.map_err(|error| Problem::from_section(section, &[], &error.into()))
+}
+
+/// Checks each entry in the list at `key`.
+pub(super) fn each<T>(
+    key: &str,
+    entries: &[T],
+    check: fn(&T) -> anyhow::Result<()>,
+) -> Result<(), Problem> {
+    let mut entries = entries.iter().enumerate();
+    entries.try_for_each(|(i, entry)| within(&format!("{key}[{i}]"), check(entry)))
 }
 
 /// Returns whether `value` in a file is displayed as `text`.

@@ -23,7 +23,7 @@ use super::error::ConfigError;
 use super::hub_files::HubFiles;
 use super::merge::merge;
 use super::preset::{Algorithm, Preset};
-use super::problem::Problem;
+use super::problem::{Problem, each, within};
 use super::schema::{run_sections, without_empty_sections};
 use super::sections::{
     CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
@@ -198,7 +198,7 @@ impl RunConfig {
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
         let document = document.native()?;
-        Self::build(&document).map_err(|problem| problem.locate(&document))
+        document.locate(Self::build(&document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -208,7 +208,7 @@ impl RunConfig {
         }
         tags("", &document.value)?;
         let (keys, settings) = split(document)?;
-        let keys: RunKeys = document.parse("", keys)?;
+        let keys: RunKeys = document.parse("", &keys)?;
         let mut train = TrainConfig::default();
         if let Some(preset) = keys.preset {
             let length = document.get(MAX_NEW_TOKENS).and_then(Value::as_u64);
@@ -256,36 +256,19 @@ impl RunConfig {
     /// Checks everything that can be checked before the run's files are opened.
     fn validate(&self) -> Result<(), Problem> {
         bounds::check(self)?;
-        self.train
-            .validate()
-            .map_err(|error| Problem::within("", &error))?;
-        self.evaluation
-            .sampler
-            .validate()
-            .map_err(|error| Problem::within("evaluation.sampler", &error))?;
-        self.data
-            .validate()
-            .map_err(|error| Problem::within("data", &error))?;
-        for (i, reward) in self.rewards.iter().enumerate() {
-            reward
-                .validate()
-                .map_err(|error| Problem::within(&reward_key(i), &error))?;
-        }
-        check_trackers(&self.trackers, TrackerConfig::validate)?;
+        within("", self.train.validate())?;
+        within("evaluation.sampler", self.evaluation.sampler.validate())?;
+        within(DATA, self.data.validate())?;
+        each(REWARDS, &self.rewards, RewardConfig::validate)?;
+        each(TRACKERS, &self.trackers, TrackerConfig::validate)?;
         if let Some(environment) = &self.environment {
-            environment
-                .validate()
-                .map_err(|error| Problem::within(ENVIRONMENT, &error))?;
+            within(ENVIRONMENT, environment.validate())?;
         }
-        self.rollout_log
-            .validate()
-            .map_err(|error| Problem::within("rollout_log", &error))?;
-        self.alarms
-            .validate()
-            .map_err(|error| Problem::within("alarms", &error))?;
+        within("rollout_log", self.rollout_log.validate())?;
+        within("alarms", self.alarms.validate())?;
         if self.rewards.is_empty() && !self.environment_gives_rewards() {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
-            return Err(Problem::at("rewards", message));
+            return Err(Problem::at(REWARDS, message));
         }
         if self.train.turn_advantage.is_some() && self.environment.is_none() {
             let message = "given, must be absent without an environment";
@@ -322,8 +305,7 @@ impl RunConfig {
                 return Err(Problem::at(&format!("{DEMONSTRATION_DATA}.{key}"), message));
             }
         }
-        data.validate()
-            .map_err(|error| Problem::within(DEMONSTRATION_DATA, &error))
+        within(DEMONSTRATION_DATA, data.validate())
     }
 
     /// Rejects a term that needs a missing teacher, and a teacher without such a term.
@@ -362,9 +344,7 @@ impl RunConfig {
                 return Err(Problem::at("teacher.server", message));
             }
         };
-        server
-            .validate_teacher()
-            .map_err(|error| Problem::within("teacher.server", &error))?;
+        within("teacher.server", server.validate_teacher())?;
         if let Some(loss) = &recipe.distillation_loss {
             let at = |key: &str, message: String| {
                 let path = format!("recipe.distillation_loss.{key}");
@@ -518,19 +498,16 @@ impl RunConfig {
     /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
-            if self.hub.lacks_weights_of(&reward_key(i)) {
-                continue;
+            let key = reward_key(i);
+            if !self.hub.lacks_weights_of(&key) {
+                self.document.locate(within(&key, reward.check_files()))?;
             }
-            reward
-                .check_files()
-                .map_err(|error| Problem::within(&reward_key(i), &error).locate(&self.document))?;
         }
-        check_trackers(&self.trackers, TrackerConfig::check_files)
-            .map_err(|problem| problem.locate(&self.document))?;
+        let checked = each(TRACKERS, &self.trackers, TrackerConfig::check_files);
+        self.document.locate(checked)?;
         if let Some(environment) = &self.environment {
-            environment
-                .check_files()
-                .map_err(|error| Problem::within(ENVIRONMENT, &error).locate(&self.document))?;
+            let checked = within(ENVIRONMENT, environment.check_files());
+            self.document.locate(checked)?;
         }
         Ok(())
     }
@@ -542,10 +519,8 @@ impl RunConfig {
     /// Returns an error with the key's line if the engine accepts no weights and
     /// `rollout.weight_sync` does not allow that.
     pub fn check_training(&self) -> Result<(), ConfigError> {
-        self.train
-            .rollout
-            .validate_training()
-            .map_err(|error| Problem::within("rollout", &error).locate(&self.document))
+        let checked = self.train.rollout.validate_training();
+        self.document.locate(within(ROLLOUT, checked))
     }
 
     /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
@@ -556,12 +531,11 @@ impl RunConfig {
     /// Returns an error with the key's line if `rollout.max_staleness` is above 0 on a GPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
-        if rollout.engine.is_local() {
-            rollout.validate_local(on_gpu)
-        } else {
-            Ok(())
+        if !rollout.engine.is_local() {
+            return Ok(());
         }
-        .map_err(|error| Problem::within("rollout", &error).locate(&self.document))
+        let checked = rollout.validate_local(on_gpu);
+        self.document.locate(within(ROLLOUT, checked))
     }
 
     /// Returns settings that are valid, but whose effect may not be meant: a message for each.
@@ -595,8 +569,12 @@ impl RunConfig {
         let dataset = self.data.load(self.seed());
         let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
         if let Some(environment) = &self.environment {
-            let listed = environment.list_tools();
-            listed.map_err(|error| Problem::within(ENVIRONMENT, &error).locate(&self.document))?;
+            let listed = within(ENVIRONMENT, environment.list_tools());
+            self.document.locate(listed)?;
+        }
+        for row in &dataset.train {
+            let weight = self.train.sample_weight(&row.columns);
+            weight.map_err(|error| error.context(row.place()))?;
         }
         for row in dataset.train.iter().chain(&dataset.held_out) {
             for reward in &self.rewards {
@@ -653,11 +631,11 @@ impl RunConfig {
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         if let Some(adapters) = &self.train.adapters {
-            bounds::check_adapters("", adapters, model)
-                .map_err(|problem| problem.locate(&self.document))?;
+            let checked = bounds::check_adapters("", adapters, model);
+            self.document.locate(checked)?;
         }
-        check_router("", self.train.router_aux_loss_coef, model)
-            .map_err(|problem| problem.locate(&self.document))?;
+        let checked = check_router("", self.train.router_aux_loss_coef, model);
+        self.document.locate(checked)?;
         if self.train.router_replay && !model.has_experts() {
             let message = "true, must be false for a model without experts";
             return Err(self.error("router_replay", message));
@@ -677,8 +655,8 @@ impl RunConfig {
         model: &DecoderConfig,
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
-        bounds::check_evaluation(&self.evaluation, held_out.len())
-            .map_err(|problem| problem.locate(&self.document))?;
+        let checked = bounds::check_evaluation(&self.evaluation, held_out.len());
+        self.document.locate(checked)?;
         let section = match self.document.get("evaluation.sampler.stop_token_ids") {
             Some(_) => "evaluation.sampler",
             None => "sampling",
@@ -700,7 +678,7 @@ impl RunConfig {
         model: &DecoderConfig,
     ) -> Result<(), ConfigError> {
         let checked = sampling.validate_for(model.vocab_size);
-        checked.map_err(|error| Problem::within(section, &error).locate(&self.document))
+        self.document.locate(within(section, checked))
     }
 
     /// Rejects completions longer than the model's positions.
@@ -784,7 +762,10 @@ impl RunConfig {
 pub(super) const DATA: &str = "data";
 const DEMONSTRATION_DATA: &str = "demonstration_data";
 const ENVIRONMENT: &str = "environment";
+pub(super) const REWARDS: &str = "rewards";
+const ROLLOUT: &str = "rollout";
 const TEACHER: &str = "teacher";
+pub(super) const TRACKERS: &str = "trackers";
 const MAX_NEW_TOKENS: &str = "sampling.max_new_tokens";
 
 /// Returns a message about a learning rate that changes nothing.
@@ -795,18 +776,7 @@ pub(super) fn learning_rate_doubt(optimizer: &AdamWConfig) -> Option<String> {
 
 /// Returns the path to reward `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
-    format!("rewards[{i}]")
-}
-
-/// Checks each tracker.
-pub(super) fn check_trackers(
-    trackers: &[TrackerConfig],
-    check: fn(&TrackerConfig) -> anyhow::Result<()>,
-) -> Result<(), Problem> {
-    for (i, tracker) in trackers.iter().enumerate() {
-        check(tracker).map_err(|error| Problem::within(&format!("trackers[{i}]"), &error))?;
-    }
-    Ok(())
+    format!("{REWARDS}[{i}]")
 }
 
 /// Returns the model section, which a file must have.
@@ -843,10 +813,7 @@ fn is_within(path: &Path, folder: &Path) -> bool {
 pub(super) fn tags(path: &str, value: &Value) -> Result<(), Problem> {
     match value {
         Value::Object(map) => map.iter().try_for_each(|(key, value)| {
-            let path = match path {
-                "" => key.clone(),
-                path => format!("{path}.{key}"),
-            };
+            let path = join(path, key);
             if matches!(key.as_str(), "kind" | "name") && !(value.is_string() || value.is_null()) {
                 let hint = if value.is_boolean() { QUOTE_HINT } else { "" };
                 return Err(Problem::at(&path, format!("{value}, must be a text{hint}")));
@@ -889,14 +856,14 @@ fn split(document: &Document) -> Result<(Value, Value), Problem> {
 }
 
 /// Returns `defaults`, with the keys in `patch` laid over them. `patch` is at `path`.
-pub(super) fn laid_over<T: Serialize + DeserializeOwned>(
+pub(super) fn laid_over<T: Serialize + DeserializeOwned + JsonSchema>(
     document: &Document,
     path: &str,
     defaults: &T,
     patch: Value,
 ) -> Result<T, Problem> {
     let defaults = serde_json::to_value(defaults).map_err(|error| Problem::at(path, error))?;
-    Ok(document.parse(path, merge(defaults, patch))?)
+    Ok(document.parse(path, &merge(defaults, patch))?)
 }
 
 /// Returns a model's chat template with the variables in `chat_template_kwargs` in `section`.
@@ -960,18 +927,24 @@ pub(super) fn data_error(
 /// Checks that a run directory's path is possible.
 pub(super) fn check_run_dir(run_dir: &Path) -> Result<(), Problem> {
     if run_dir.as_os_str().is_empty() {
-        return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
+        return Err(Problem::at(
+            "run_dir",
+            "\"\", must be the path of a directory",
+        ));
     }
     if run_dir.starts_with("~") {
         let folder = run_dir.display();
-        let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
+        let message = format!("{folder}, must name the home directory in full, ~ is not replaced");
         return Err(Problem::at("run_dir", message));
     }
     // A folder that is there, or above the one to be made.
     let exists = |path: &&Path| !path.as_os_str().is_empty() && path.symlink_metadata().is_ok();
     match run_dir.ancestors().find(exists) {
         Some(path) if !path.is_dir() => {
-            let message = format!("{} is not a folder, must be one or absent", path.display());
+            let message = format!(
+                "{} is not a directory, must be one or absent",
+                path.display()
+            );
             Err(Problem::at("run_dir", message))
         }
         _ => Ok(()),

@@ -1,6 +1,7 @@
 //! JSON schemas of configuration files.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ptr;
 use std::sync::LazyLock;
 
 use candle_grpo_train::TrainConfig;
@@ -89,7 +90,7 @@ fn sections(root: &Value) -> SectionKeys {
     let mut sections = SectionKeys::new();
     let mut open = vec![(String::new(), root)];
     while let Some((path, section)) = open.pop() {
-        let mut alternatives = alternatives(root, section).into_iter();
+        let mut alternatives = alternatives(root, vec![section]).into_iter();
         let keys = alternatives.find_map(|schema| schema["properties"].as_object());
         for (name, key) in keys.into_iter().flatten() {
             // Other sections are absent by default.
@@ -102,19 +103,22 @@ fn sections(root: &Value) -> SectionKeys {
     sections
 }
 
-/// Returns the schemas of a value with this schema: `schema`, its definition, and its alternatives.
-fn alternatives<'a>(root: &'a Value, schema: &'a Value) -> Vec<&'a Value> {
-    let mut all = vec![schema];
+/// Returns the schemas of a value that has one of these: they, their definitions and alternatives.
+pub(super) fn alternatives<'a>(root: &'a Value, mut all: Vec<&'a Value>) -> Vec<&'a Value> {
     let mut next = 0;
     while let Some(&schema) = all.get(next) {
         let definition = schema["$ref"].as_str();
         let definition = definition.and_then(|name| root.pointer(name.strip_prefix('#')?));
         let choices = ["anyOf", "oneOf"].map(|keyword| schema[keyword].as_array());
-        all.extend(
-            definition
-                .into_iter()
-                .chain(choices.into_iter().flatten().flatten()),
-        );
+        for schema in definition
+            .into_iter()
+            .chain(choices.into_iter().flatten().flatten())
+        {
+            // A kind may hold its own kind.
+            if !all.iter().any(|other| ptr::eq(*other, schema)) {
+                all.push(schema);
+            }
+        }
         next += 1;
     }
     all
@@ -125,10 +129,8 @@ fn alternatives<'a>(root: &'a Value, schema: &'a Value) -> Vec<&'a Value> {
 pub(super) fn has_key(root: &Value, path: &str) -> bool {
     let mut found = vec![root];
     for step in path.split('.') {
-        let alternatives = found
+        found = alternatives(root, found)
             .into_iter()
-            .flat_map(|schema| alternatives(root, schema));
-        found = alternatives
             .filter_map(|schema| schema["properties"].get(step))
             .collect();
     }

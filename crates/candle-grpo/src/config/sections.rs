@@ -29,9 +29,9 @@ pub struct ModelConfig {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct ModelKeys {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, a run directory
-    /// (its best checkpoint), or a [hub](guide.md#the-hugging-face-hub) model, such as
-    /// `ORG/NAME@REVISION`.
+    /// A directory with `config.json`, `tokenizer.json` and safetensors, a GGUF file, a run
+    /// directory (its best checkpoint), or a [hub](guide.md#the-hugging-face-hub) model, such
+    /// as `ORG/NAME@REVISION`.
     path: PathBuf,
     /// A chat template file. Absent: the model's own template.
     #[serde(default)]

@@ -8,7 +8,7 @@ use candle_grpo_nn::{AdamWConfig, BaseWeights};
 use candle_grpo_train::hub::HubContent;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
-use candle_grpo_train::{ComputeDType, Pretrained, find_invalid};
+use candle_grpo_train::{ComputeDType, Pretrained};
 use schemars::JsonSchema;
 use serde::ser::Error as _;
 use serde::{Deserialize, Serialize};
@@ -18,9 +18,9 @@ use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
 use super::hub_files::{Configuration, HubFiles, Locate, Replacement};
-use super::problem::Problem;
+use super::problem::{Problem, each, within};
 use super::run::{
-    DATA, chat_template, check_outside, check_router, check_run_dir, check_trackers, data_error,
+    DATA, TRACKERS, chat_template, check_outside, check_router, check_run_dir, data_error,
     laid_over, learning_rate_doubt, no_evaluations, own_place, required_model, tags, without,
 };
 use super::schema::{sft_sections, without_empty_sections};
@@ -182,7 +182,7 @@ impl SftRunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        Self::build(document).map_err(|problem| problem.locate(document))
+        document.locate(Self::build(document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -192,7 +192,7 @@ impl SftRunConfig {
         }
         tags("", &document.value)?;
         let value = without_empty_sections(document.value.clone(), sft_sections());
-        let sections: Sections = document.parse("", value)?;
+        let sections: Sections = document.parse("", &value)?;
         if sections.epochs.is_some() && sections.max_steps.is_some() {
             let message = "given, must be absent with max_steps, which takes its place";
             return Err(Problem::at("epochs", message));
@@ -240,10 +240,8 @@ impl SftRunConfig {
         self.sft
             .validate()
             .map_err(|error| Problem::from_section(SFT, &SFT_ELSEWHERE, &error))?;
-        self.data
-            .validate()
-            .map_err(|error| Problem::within("data", &error))?;
-        check_trackers(&self.trackers, TrackerConfig::validate)?;
+        within(DATA, self.data.validate())?;
+        each(TRACKERS, &self.trackers, TrackerConfig::validate)?;
         check_run_dir(&self.run_dir)?;
         let data = &self.data;
         let template = self.model.chat_template.iter();
@@ -273,25 +271,18 @@ impl SftRunConfig {
     pub fn load_data(&self, model: &Pretrained) -> Result<SftDataset> {
         let sft = &self.sft;
         if let Some(adapters) = &sft.adapters {
-            bounds::check_adapters(SFT, adapters, &model.model)
-                .map_err(|problem| problem.locate(&self.document))?;
+            let checked = bounds::check_adapters(SFT, adapters, &model.model);
+            self.document.locate(checked)?;
         }
-        check_router(SFT, sft.router_aux_loss_coef, &model.model)
-            .map_err(|problem| problem.locate(&self.document))?;
+        let checked = check_router(SFT, sft.router_aux_loss_coef, &model.model);
+        self.document.locate(checked)?;
         let variables = &self.data.chat_template_kwargs;
         let template = chat_template(&self.document, DATA, variables, model)?;
         let dataset = self.data.load(model, template.as_ref(), sft.seed);
         let dataset = dataset.map_err(|error| data_error(&self.document, DATA, error))?;
         let (_, steps) = sft.length(dataset.train.examples.len());
-        sft.schedule.of_steps(steps).map_err(|error| {
-            let invalid = find_invalid(&error);
-            let key = invalid.map_or("schedule".to_owned(), |x| format!("schedule.{}", x.field));
-            let message = match invalid {
-                Some(invalid) => format!("{}, must {}", invalid.value, invalid.must),
-                None => format!("{error:#}"),
-            };
-            self.document.error(&key, message)
-        })?;
+        let schedule = within("schedule", sft.schedule.of_steps(steps));
+        self.document.locate(schedule)?;
         Ok(dataset)
     }
 
@@ -351,8 +342,8 @@ impl Configuration for SftRunConfig {
     }
 
     fn check_files(&self) -> Result<(), ConfigError> {
-        check_trackers(&self.trackers, TrackerConfig::check_files)
-            .map_err(|problem| problem.locate(&self.document))
+        let checked = each(TRACKERS, &self.trackers, TrackerConfig::check_files);
+        self.document.locate(checked)
     }
 
     fn hub_files(&self) -> &HubFiles {

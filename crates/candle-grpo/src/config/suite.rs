@@ -8,10 +8,11 @@ use candle_grpo_train::{
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
-use super::problem::Problem;
-use super::run::{DATA, chat_template, evaluation, reward_key};
+use super::problem::{Problem, each, within};
+use super::run::{DATA, REWARDS, chat_template, evaluation};
 use super::schema::{suite_sections, without_empty_sections};
 use super::sections::{EvaluationConfig, EvaluationKeys};
 use super::suggestions::unknown_name;
@@ -121,12 +122,12 @@ impl SuiteConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document, file: &Path) -> Result<Self, ConfigError> {
-        Self::build(document, file).map_err(|problem| problem.locate(document))
+        document.locate(Self::build(document, file))
     }
 
     fn build(document: &Document, file: &Path) -> Result<Self, Problem> {
         let value = without_empty_sections(document.value.clone(), suite_sections());
-        let keys: SuiteKeys = document.parse("", value)?;
+        let keys: SuiteKeys = document.parse("", &value)?;
         let name = file.file_stem().unwrap_or_default().to_string_lossy();
         let evaluation = evaluation(document, &keys.evaluation, &SamplingConfig::default())?;
         let has_distribution = DISTRIBUTION
@@ -165,28 +166,16 @@ impl SuiteConfig {
         if data.held_out.is_empty() {
             return Err(Problem::at("data.held_out", "absent, must be given"));
         }
-        for (key, count) in [
+        bounds::positive(&[
             ("data.max_rows", data.max_rows),
             ("evaluation.max_prompts", self.evaluation.max_prompts),
-        ] {
-            if count == Some(0) {
-                return Err(Problem::at(key, "0, must be at least 1"));
-            }
-        }
-        Dataset::without_rows(data).map_err(|error| Problem::within("data", &error))?;
-        self.evaluation
-            .sampler
-            .validate()
-            .map_err(|error| Problem::within("evaluation.sampler", &error))?;
+        ])?;
+        within(DATA, Dataset::without_rows(data))?;
+        within("evaluation.sampler", self.evaluation.sampler.validate())?;
         if self.rewards.is_empty() {
-            return Err(Problem::at("rewards", "none, must be at least one"));
+            return Err(Problem::at(REWARDS, "none, must be at least one"));
         }
-        for (i, reward) in self.rewards.iter().enumerate() {
-            reward
-                .validate()
-                .map_err(|error| Problem::within(&reward_key(i), &error))?;
-        }
-        Ok(())
+        each(REWARDS, &self.rewards, RewardConfig::validate)
     }
 
     /// Checks that the rewards' programs, scripts and models exist.
@@ -195,12 +184,8 @@ impl SuiteConfig {
     ///
     /// Returns an error with the reward's line if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
-        for (i, reward) in self.rewards.iter().enumerate() {
-            reward
-                .check_files()
-                .map_err(|error| Problem::within(&reward_key(i), &error).locate(&self.document))?;
-        }
-        Ok(())
+        let checked = each(REWARDS, &self.rewards, RewardConfig::check_files);
+        self.document.locate(checked)
     }
 
     /// Returns the model's chat template with `data.chat_template_kwargs`.

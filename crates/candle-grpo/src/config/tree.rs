@@ -9,7 +9,7 @@ use serde::de::{
     VariantAccess, Visitor,
 };
 use serde::forward_to_deserialize_any;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// Why a value does not fit its key's type.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,24 +32,12 @@ pub(super) enum TypeError {
     Other(String),
 }
 
-impl TypeError {
-    /// Returns whether `value` may have the wrong type, or lack a key.
-    pub(super) fn is_about(&self, value: &Value) -> bool {
-        match (self, value) {
-            (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
-            (Self::WrongKind { found, .. }, value) => *found == shown(value),
-            (Self::Missing { key }, Value::Object(section)) => !section.contains_key(*key),
-            _ => false,
-        }
-    }
-}
-
 /// The hint after an error about a boolean.
 pub(super) const QUOTE_HINT: &str =
     " (YAML reads y, n, yes, no, on and off as true or false, unless they are in quotation marks)";
 
 /// Returns a value as [`TypeError::WrongKind`] has it.
-fn shown(value: &Value) -> String {
+pub(super) fn shown(value: &Value) -> String {
     match (value, value.as_u64(), value.as_i64(), value.as_f64()) {
         (Value::String(text), ..) => plain(Unexpected::Str(text)),
         (Value::Array(_), ..) => plain(Unexpected::Seq),
@@ -154,9 +142,9 @@ fn plain(found: Unexpected<'_>) -> String {
 }
 
 /// A tree that deserializes with [`TypeError`].
-pub(super) struct Tree(pub(super) Value);
+pub(super) struct Tree<'de>(pub(super) &'de Value);
 
-impl<'de> IntoDeserializer<'de, TypeError> for Tree {
+impl<'de> IntoDeserializer<'de, TypeError> for Tree<'de> {
     type Deserializer = Self;
 
     fn into_deserializer(self) -> Self {
@@ -164,32 +152,30 @@ impl<'de> IntoDeserializer<'de, TypeError> for Tree {
     }
 }
 
-fn entries(map: Map<String, Value>) -> impl Iterator<Item = (String, Tree)> {
-    map.into_iter().map(|(key, value)| (key, Tree(value)))
-}
-
-impl<'de> Deserializer<'de> for Tree {
+impl<'de> Deserializer<'de> for Tree<'de> {
     type Error = TypeError;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, TypeError> {
         match self.0 {
             Value::Null => visitor.visit_unit(),
-            Value::Bool(x) => visitor.visit_bool(x),
+            Value::Bool(x) => visitor.visit_bool(*x),
             Value::Number(x) => match (x.as_u64(), x.as_i64(), x.as_f64()) {
                 (Some(x), _, _) => visitor.visit_u64(x),
                 (_, Some(x), _) => visitor.visit_i64(x),
                 (_, _, Some(x)) => visitor.visit_f64(x),
                 _ => Err(TypeError::Other(format!("{x}, must be finite"))),
             },
-            Value::String(x) => visitor.visit_string(x),
+            Value::String(x) => visitor.visit_borrowed_str(x),
             Value::Array(items) => {
-                let mut items = SeqDeserializer::new(items.into_iter().map(Tree));
+                let mut items = SeqDeserializer::new(items.iter().map(Tree));
                 let value = visitor.visit_seq(&mut items)?;
                 items.end()?;
                 Ok(value)
             }
             Value::Object(map) => {
-                let mut map = MapDeserializer::new(entries(map));
+                let mut map = MapDeserializer::new(
+                    map.iter().map(|(key, value)| (key.as_str(), Tree(value))),
+                );
                 let value = visitor.visit_map(&mut map)?;
                 map.end()?;
                 Ok(value)
@@ -213,17 +199,13 @@ impl<'de> Deserializer<'de> for Tree {
         let must = "a name, or a mapping of a name to its options";
         let (name, options) = match self.0 {
             Value::String(name) => (name, None),
-            Value::Object(map) => {
-                let count = map.len();
-                let mut entries = map.into_iter();
-                match (entries.next(), count) {
-                    (Some((name, options)), 1) => (name, Some(options)),
-                    _ => {
-                        let message = format!("a mapping of {count} keys, must be {must}");
-                        return Err(TypeError::Other(message));
-                    }
+            Value::Object(map) => match (map.iter().next(), map.len()) {
+                (Some((name, options)), 1) => (name, Some(options)),
+                (_, count) => {
+                    let message = format!("a mapping of {count} keys, must be {must}");
+                    return Err(TypeError::Other(message));
                 }
-            }
+            },
             other => return Tree(other).deserialize_any(visitor),
         };
         visitor.visit_enum(Choice { name, options })
@@ -259,27 +241,27 @@ impl<'de> Deserializer<'de> for Tree {
 }
 
 /// A variant by its name, with its options.
-struct Choice {
-    name: String,
-    options: Option<Value>,
+struct Choice<'de> {
+    name: &'de str,
+    options: Option<&'de Value>,
 }
 
-impl<'de> EnumAccess<'de> for Choice {
+impl<'de> EnumAccess<'de> for Choice<'de> {
     type Error = TypeError;
-    type Variant = Options;
+    type Variant = Options<'de>;
 
     fn variant_seed<S: DeserializeSeed<'de>>(
         self,
         seed: S,
-    ) -> Result<(S::Value, Options), TypeError> {
+    ) -> Result<(S::Value, Options<'de>), TypeError> {
         let name = seed.deserialize(self.name.into_deserializer())?;
         Ok((name, Options(self.options)))
     }
 }
 
-struct Options(Option<Value>);
+struct Options<'de>(Option<&'de Value>);
 
-impl<'de> VariantAccess<'de> for Options {
+impl<'de> VariantAccess<'de> for Options<'de> {
     type Error = TypeError;
 
     fn unit_variant(self) -> Result<(), TypeError> {

@@ -29,7 +29,7 @@ pub fn locate(
     {
         let _ = (content, commit, progress);
         anyhow::bail!(
-            "{name}: there is no such file or folder, and this program was built without the feature hub"
+            "{name}: there is no such file or directory, and this program was built without the feature hub"
         )
     }
 }

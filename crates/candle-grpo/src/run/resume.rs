@@ -240,7 +240,7 @@ error.context(format!(
         let every = checkpoint["every_steps"].as_u64();
         ensure!(
             every.is_none_or(|every| steps as u64 <= every),
-            "{}: has metrics for {steps} steps and no checkpoint; restore its folder checkpoints, or start over with --replace",
+            "{}: has metrics for {steps} steps and no checkpoint; restore its directory checkpoints, or start over with --replace",
             path.display()
         );
         tracing::info!(

@@ -45,7 +45,7 @@ pub fn read_rows(
         let path = locate(file)?;
         ensure!(
             path.is_file(),
-            "suite {}: {} is not a file; pass its data folder with --data",
+            "suite {}: {} is not a file; pass its data directory with --data",
             suite.name,
             path.display()
         );

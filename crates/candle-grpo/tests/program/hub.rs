@@ -326,7 +326,7 @@ fn errors_have_the_line_of_the_name() {
     assert_fails(
         &sample("org/other"),
         5,
-        &["org/other: there is no such file or folder, and http://127.0.0.1"],
+        &["org/other: there is no such file or directory, and http://127.0.0.1"],
     );
     assert_fails(
         &sample("hf://nothing"),

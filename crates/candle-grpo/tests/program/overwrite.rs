@@ -227,7 +227,7 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
     refused(
         &convert("other", &["--dtype", "q8_0"]),
         3,
-        "--dtype: q8_0, must be f32, bf16 or f16 for a Hugging Face folder",
+        "--dtype: q8_0, must be f32, bf16 or f16 for a Hugging Face directory",
     );
     refused(
         &convert("another.gguf", &["--dtype", "bf16"]),
@@ -450,7 +450,7 @@ fn report_replaces_its_own_pages_alone() {
     // Now it is a page.
     assert_eq!(report(&[]).status.code(), Some(0));
     let folders = grpo(folder.path(), &["report", "run", "-o", "run"]);
-    refused(&folders, 3, "run: is a folder");
+    refused(&folders, 3, "run: is a directory");
 }
 
 /// `--force` does not extend to what a command reads. A link is what it leads to.

@@ -140,7 +140,7 @@ fn push_checks_its_arguments_before_it_converts_or_asks() {
         &["absent", "org/policy"],
         &[],
         5,
-        "absent: there is no such folder",
+        "absent: there is no such directory",
     );
     fails(&["run.yaml", "org/policy"], &[], 5, "run.yaml: is a file");
     fails(

@@ -281,7 +281,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
         (
             "a --suite svamp",
             4,
-            "svamp/SVAMP.json is not a file; pass its data folder with --data",
+            "svamp/SVAMP.json is not a file; pass its data directory with --data",
         ),
         (
             "a --suite letters.yaml,letters.yaml",
@@ -306,7 +306,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
         (
             "a --suite letters.yaml --out mine.txt",
             3,
-            "mine.txt: is not a folder",
+            "mine.txt: is not a directory",
         ),
         (
             "a --suite letters.yaml --out kept",
@@ -366,7 +366,7 @@ fn wrong_arguments_are_named_before_the_model_is_loaded() {
 fn published() -> Option<PathBuf> {
     let folder = std::env::var_os("CANDLE_GRPO_DATA").map(PathBuf::from);
     if folder.is_none() {
-        eprintln!("skipped: CANDLE_GRPO_DATA names no folder with gsm8k/ and svamp/");
+        eprintln!("skipped: CANDLE_GRPO_DATA names no directory with gsm8k/ and svamp/");
     }
     folder
 }

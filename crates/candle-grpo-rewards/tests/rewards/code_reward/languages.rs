@@ -82,7 +82,7 @@ fn visible_folders_can_be_read_and_not_written() {
 #[rstest]
 #[case(json!({"python": []}), "python: []")]
 #[case(json!({"command": []}), "command: []")]
-#[case(json!({"file": "../x"}), "file: \"../x\", must be a name without folders")]
+#[case(json!({"file": "../x"}), "file: \"../x\", must be a name without directories")]
 #[case(json!({"report": "echo"}), "report: \"echo\", must contain {marker}")]
 #[case(json!({"workers": 0}), "workers: 0")]
 #[case(json!({"limits": {"time_seconds": 0}}), "limits.time_seconds: 0")]

@@ -98,6 +98,8 @@ pub struct StepBatch {
     computed: Inputs,
     /// Tokens that a rollout correction keeps, if it has filters.
     kept: Option<Tensor>,
+    /// The weights `[B]` of the completions in the policy term.
+    sample_weights: Option<Tensor>,
     advantages: Option<Tensor>,
     returns: Option<Tensor>,
     metrics: MetricValues,
@@ -130,6 +132,7 @@ impl StepBatch {
             inputs: BTreeMap::new(),
             computed: Inputs::NONE,
             kept: None,
+            sample_weights: None,
             advantages: None,
             returns: None,
             metrics: MetricValues::default(),
@@ -157,6 +160,14 @@ impl StepBatch {
     pub fn with_input(mut self, input: Input, tensor: Tensor) -> Self {
         self.inputs.insert(input, tensor);
         self.computed = self.computed | input.into();
+        self
+    }
+
+    /// Sets the weights of the completions in the policy term, `[B]`. Denominators do not change,
+    /// so use weights whose mean is 1.
+    #[must_use]
+    pub fn with_sample_weights(mut self, weights: Tensor) -> Self {
+        self.sample_weights = Some(weights);
         self
     }
 

@@ -8,7 +8,7 @@ use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_loss::{EntropyTokens, RolloutCorrection};
 use candle_grpo_nn::ModelConfig;
 
-use super::{Passes, StepBatch, single};
+use super::{Needs, Passes, StepBatch, single};
 use crate::learn::models::Models;
 use crate::learn::needs::Source;
 use crate::learn::staleness::effective_sample_share;
@@ -50,7 +50,10 @@ pub fn signals<C: ModelConfig>(
         let found = match Source::of(input) {
             Source::Rollouts => Some(of_rollouts(batch, input)?),
             Source::GreedyRollouts => batch.groups.greedy_baselines(batch.device())?,
-            Source::Policy => of_policy(batch, input, (models, config), passes)?,
+            Source::Policy => {
+                let needs = needs | Needs::new(config, None).all();
+                of_policy(batch, (input, needs), (models, config), passes)?
+            }
             Source::Reference => match &models.reference {
                 Some(reference) => fixed(reference)?,
                 None => absent(input, "reference")?,
@@ -84,14 +87,34 @@ fn of_rollouts(batch: &StepBatch, input: Input) -> Result<Tensor> {
     }
 }
 
+/// Computes `input`, and another of the step's `needs` that the same pass gives.
 fn of_policy<C: ModelConfig>(
-    batch: &StepBatch,
-    input: Input,
+    batch: &mut StepBatch,
+    (input, needs): (Input, Inputs),
     (models, config): (&Models<C>, &TrainConfig),
     passes: Passes<'_>,
 ) -> Result<Option<Tensor>> {
     let (actor, tokens) = (&models.actor, &batch.tokens);
+    let other = match input {
+        Input::OldLogProbs => Input::Entropy,
+        _ => Input::OldLogProbs,
+    };
+    let gives_both = needs.contains(other) && !batch.computed.contains(other);
     let found = match (input, config.old_log_probs) {
+        (Input::OldLogProbs | Input::Entropy, OldLogProbs::Auto | OldLogProbs::Recompute)
+            if gives_both =>
+        {
+            let pieces = passes.pieces(tokens, |part| actor.response_log_probs(part))?;
+            let log_probs = pieces.joined(|piece| &piece.log_probs)?;
+            let entropy = pieces.joined(|piece| &piece.entropy)?;
+            let (found, and) = match input {
+                Input::Entropy => (entropy, log_probs),
+                _ => (log_probs, entropy),
+            };
+            batch.inputs.insert(other, and);
+            batch.computed = batch.computed | other.into();
+            Ok(found)
+        }
         (Input::Entropy, _) => passes.map(tokens, |part| actor.entropy(part)),
         (Input::SumOfSquaredProbs, _) => {
             passes.map(tokens, |part| actor.sum_of_squared_probs(part))

@@ -8,7 +8,7 @@ use candle_grpo_core::MetricValues;
 use candle_grpo_core::inputs::Input;
 use candle_grpo_core::validate::{Name, check};
 use candle_grpo_loss::surrogate::LossLevel;
-use candle_grpo_loss::{Aggregation, StepTotals, TokenLoss};
+use candle_grpo_loss::{Aggregation, PolicyBatch, StepTotals, TokenLoss};
 use candle_grpo_nn::ModelConfig;
 
 use super::{Passes, StepBatch, single};
@@ -348,11 +348,18 @@ impl StepBatch {
             _ => Ok((input, tensor.clone())),
         });
         let inputs: Vec<(Input, Tensor)> = inputs.collect::<Result<_>>()?;
+        let weights = self.sample_weights.as_ref();
+        let weights = weights.map(|weights| self.trajectories.split(weights));
+        let sample_weights = weights.transpose()?;
         Ok(batch.with_policy(|policy| {
             let inputs = inputs.iter();
-            inputs.fold(policy, |policy, (input, tensor)| {
+            let policy = inputs.fold(policy, |policy, (input, tensor)| {
                 policy.with(*input, tensor)
-            })
+            });
+            PolicyBatch {
+                sample_weights,
+                ..policy
+            }
         }))
     }
 

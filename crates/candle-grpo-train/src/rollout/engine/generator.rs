@@ -181,7 +181,7 @@ impl ServerGenerator {
             let (form, dtype) = (self.form.clone(), self.weight_dtype.into());
             *written = Some(WeightFolder::open(&self.folder, form, dtype)?);
         }
-        let folder = written.as_mut().context("the folder of the weights")?;
+        let folder = written.as_mut().context("the directory of the weights")?;
         folder.write(weights, format)
     }
 }

@@ -80,7 +80,7 @@ impl WeightFolder {
             }
             if let (false, Some(version)) = (is_own, versions.first()) {
                 bail!(
-                    "has {}, must be a folder for the weights of one run",
+                    "has {}, must be a directory for the weights of one run",
                     version.display()
                 );
             }
@@ -309,7 +309,7 @@ mod tests {
             WeightFolder::open(path, None, DType::F32).err().unwrap()
         );
         assert!(
-            error.ends_with("must be a folder for the weights of one run"),
+            error.ends_with("must be a directory for the weights of one run"),
             "{error}"
         );
         assert!(path.join("policy-000007/model.safetensors").exists());

@@ -26,9 +26,10 @@ pub(super) enum Task {
 pub(super) struct InitArguments {
     /// The task.
     task: Task,
-    /// The target folder. Default: the task name.
+    /// The target directory. Default: the task name.
+    #[arg(value_name = "DIRECTORY")]
     folder: Option<PathBuf>,
-    /// The model to train: a folder, a GGUF file, or a Hugging Face hub name.
+    /// The model to train: a directory, a GGUF file, or a Hugging Face hub name.
     #[arg(
         long,
         default_value = "Qwen/Qwen2.5-0.5B-Instruct",
@@ -38,7 +39,7 @@ pub(super) struct InitArguments {
 }
 
 impl Task {
-    /// Returns the name, for the folders of the task and its run.
+    /// Returns the name, for the directories of the task and its run.
     fn name(self) -> &'static str {
         match self {
             Self::Math => "math",
@@ -83,7 +84,7 @@ pub(super) fn init(arguments: &InitArguments) -> Result<(), Exit> {
         let path = folder.join(name);
         if path.exists() || path.is_symlink() {
             return Err(Exit::Config(format!(
-                "{}: already exists and is not replaced; choose another folder",
+                "{}: already exists and is not replaced; choose another directory",
                 path.display()
             )));
         }

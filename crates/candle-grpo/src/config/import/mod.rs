@@ -197,21 +197,25 @@ pub(super) fn place(name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::super::algorithm::AlgorithmConfig;
+    use super::super::former;
     use super::super::schema::{has_key, keys_of, run_schema};
-    use super::RULES;
+    use super::{RULES, roll};
 
     #[test]
     fn every_rule_leads_to_a_key_that_exists() {
         let schema = run_schema();
         let algorithm = keys_of::<AlgorithmConfig>();
-        for (name, rule) in RULES.into_iter().flatten() {
+        for (name, rule) in RULES.into_iter().chain([roll::RULES]).flatten() {
             let Some(path) = rule.place() else {
                 continue;
             };
             // A key that sets several options, or one that the preset has in another place.
             let key = path.strip_prefix("algorithm.");
             let is_key = key.is_some_and(|key| algorithm.contains(key));
-            assert!(is_key || has_key(&schema, path), "{name}: {path}");
+            assert!(
+                is_key || has_key(&schema, &former::place(path)),
+                "{name}: {path}"
+            );
         }
     }
 }

@@ -151,26 +151,15 @@ pub(super) fn translate(document: &Document) -> Import {
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
-            RollDefault {
-                key: "train.num_episodes",
-                roll: "1 pass over the prompts",
-                here: "100 steps",
-            },
-            RollDefault {
-                key: "actor.lr_scheduler",
-                roll: "cosine_with_min_lr, with a warm-up of 3%",
-                here: "constant",
-            },
+            RollDefault::new("train.num_episodes", "1 pass over the prompts", "100 steps"),
+            RollDefault::new(
+                "actor.lr_scheduler",
+                "cosine_with_min_lr, with a warm-up of 3%",
+                "constant",
+            ),
         ],
     );
-    let (keys, document) = file.finish();
-    Import {
-        system: System::OpenRlhf,
-        keys,
-        defaults,
-        sizes: Some(sizes),
-        document,
-    }
+    file.finish(System::OpenRlhf, defaults, Some(sizes))
 }
 
 /// Returns the document with today's names.
@@ -256,8 +245,7 @@ fn algorithm(file: &mut Translation<'_>) {
             ("critic.value_clip", "algorithm.value_clip", 0.5),
             ("critic.adam.lr", "critic.optimizer.learning_rate", 9e-6),
         ] {
-            let value = file.number(key).unwrap_or(default);
-            file.decide(&[key], place, json!(value));
+            file.decide_number(key, place, default);
         }
         file.section_without_meaning("critic", "the critic has the settings of the policy");
     } else {

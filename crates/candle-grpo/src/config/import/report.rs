@@ -16,6 +16,12 @@ pub struct RollDefault {
     pub here: &'static str,
 }
 
+impl RollDefault {
+    pub(super) const fn new(key: &'static str, roll: &'static str, here: &'static str) -> Self {
+        Self { key, roll, here }
+    }
+}
+
 /// A run's sizes: how much it samples for an update, and how often.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sizes {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use candle_grpo_train::{SamplingConfig, TrainConfig};
+use candle_grpo_train::TrainConfig;
 use serde_json::{Value, json};
 
 use super::super::algorithm::AlgorithmConfig;
@@ -10,55 +10,25 @@ use super::super::document::Document;
 use super::super::former;
 use super::super::schema::{keys_of, run_sections};
 use super::report::{RollDefault, Sizes};
-use super::rules::{ENVIRONMENT, METRICS, PENALTY, RANKS, rules};
-use super::translation::{INTERPOLATED, first, fits, interpolated, is_same, unknown};
-use super::{Import, ImportedKey, Severity, System, Verdict};
+use super::rules::{
+    ENVIRONMENT, METRICS, PENALTY, RANKS,
+    Rule::{self, Advise, NoMeaning, Refuse, Set, To, Unless},
+    rules,
+};
+use super::translation::{Translation, first, fits};
+use super::{Import, System};
 
 /// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
 /// another `loss_agg_mode`.
 const DEFAULTS: [RollDefault; 4] = [
-    RollDefault {
-        key: "adv_estimator",
-        roll: "gae",
-        here: "grpo",
-    },
-    RollDefault {
-        key: "rollout_batch_size",
-        roll: "128",
-        here: "32",
-    },
-    RollDefault {
-        key: "num_return_sequences_in_group",
-        roll: "1",
-        here: "8",
-    },
+    RollDefault::new("adv_estimator", "gae", "grpo"),
+    RollDefault::new("rollout_batch_size", "128", "32"),
+    RollDefault::new("num_return_sequences_in_group", "1", "8"),
     // Without use_kl_loss, neither has a KL.
-    RollDefault {
-        key: "kl_loss_coef",
-        roll: "0",
-        here: "0.001",
-    },
+    RollDefault::new("kl_loss_coef", "0", "0.001"),
 ];
 
-/// The rule for the keys at and below a path, in which `*` stands for one step.
-enum Rule {
-    To(&'static str),
-    /// Used at the first place, if the second path in the file is true.
-    ToIf(&'static str, &'static str),
-    NoMeaning(&'static str),
-    NotSupported(&'static str),
-    /// Not supported, unless the file has our key for it. Includes the end of the advice to set it.
-    Set(&'static str, &'static str),
-    /// Not supported, unless the file has both our keys for it.
-    SetBoth(&'static str, &'static str),
-    /// Not supported, unless the file has our key for it. The run learns the same without it.
-    Advise(&'static str),
-    /// Not supported, unless it has this value.
-    Unless(&'static str, &'static str),
-}
-
-use Rule::{Advise, NoMeaning, NotSupported, Set, SetBoth, To, ToIf, Unless};
-
+const ARGUMENTS: &str = "actor_train.training_args";
 const NO_WORKERS: &str = "there are no workers";
 const WORKERS: &str =
     " to the completions of an update of all workers; ROLL's keys have those of one";
@@ -68,8 +38,7 @@ const PACKED: &str = "sequences are packed without padding";
 const TOKENS: &str = "micro_batch_tokens bounds a pass";
 const DISTILLATION: &str = " and recipe.policy_loss.distillation (docs/from-roll.md)";
 
-/// The rules. The first one that fits applies.
-const RULES: &[(&str, Rule)] = rules! {
+pub(super) const RULES: &[(&str, Rule)] = rules! {
     "seed": To("seed");
     "max_steps": To("max_steps");
     "save_steps": To("checkpoint.every_steps");
@@ -93,11 +62,11 @@ const RULES: &[(&str, Rule)] = rules! {
     "async_generation_ratio": Set("rollout.max_staleness", "");
     "is_num_return_sequences_expand": NoMeaning("groups are always sampled together");
     "max_running_requests": NoMeaning("rollout.max_inflight is used");
-    "use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
+    "use_additional_prompts": Refuse("set recipe.group_filter and max_sampling_batches");
     "max_additional_running_prompts": Set("training.max_sampling_batches", "");
     "reward_pretrain": NoMeaning("rewards lists a reward model by its kind, reward_model");
-    "difficulty_loss_weight": NotSupported("samples are not weighted by difficulty");
-    "length_loss_weight": NotSupported("samples are not weighted by length");
+    "difficulty_loss_weight": Refuse("samples are not weighted by difficulty");
+    "length_loss_weight": Refuse("samples are not weighted by length");
     "enable_reference": NoMeaning("a KL loads its reference");
     "enable_old_logprobs_recompute": Set("training.old_log_probs", "");
     "sequence_length": NoMeaning("prompt_length and response_length are used");
@@ -120,7 +89,7 @@ const RULES: &[(&str, Rule)] = rules! {
     "actor_train.model_args.lora_target": Set("training.adapters.target_modules", "");
     "actor_train.model_args.lora_dropout": Unless("0", "adapters have no dropout");
     "actor_train.model_args.moe_aux_loss_coef": To("training.router_aux_loss_coef");
-    "actor_train.model_args": NotSupported("not an option of a model");
+    "actor_train.model_args": Refuse("not an option of a model");
     "actor_train.worker_cls": NoMeaning("pg_variant is used");
     "actor_train.pg_variant": To("algorithm.pg_variant");
     "actor_train.training_args.learning_rate": To("optimizer.learning_rate");
@@ -131,7 +100,7 @@ const RULES: &[(&str, Rule)] = rules! {
     "actor_train.training_args.max_grad_norm": To("training.max_grad_norm");
     "actor_train.training_args.warmup_steps": To("schedule.warmup_steps");
     "actor_train.training_args.per_device_train_batch_size": To("training.micro_batch_size");
-    "actor_train.max_tokens_per_microbatch_in_train": ToIf("training.micro_batch_tokens", "actor_train.use_dynamic_batching_in_train");
+    "actor_train.max_tokens_per_microbatch_in_train": To("training.micro_batch_tokens");
     "*.max_tokens_per_microbatch_in_train": NoMeaning(TOKENS);
     "*.max_tokens_per_microbatch_in_infer": NoMeaning(TOKENS);
     "*.use_dynamic_batching_in_train": NoMeaning(TOKENS);
@@ -140,10 +109,10 @@ const RULES: &[(&str, Rule)] = rules! {
     "*.sequence_length_round_in_infer": NoMeaning(PACKED);
     "actor_train.training_args.gradient_accumulation_steps": To("training.mini_batch_size");
     "actor_train.training_args.num_train_epochs": NoMeaning("max_steps is used");
-    "actor_train.training_args.lr_scheduler_type": SetBoth("schedule.decay", "schedule.decay_until");
-    "actor_train.training_args": NotSupported("not an option of the optimizer");
+    "actor_train.training_args.lr_scheduler_type": Unless("null", "set schedule.decay and schedule.decay_until");
+    "actor_train.training_args": Refuse("not an option of the optimizer");
     "actor_train.data_args.file_name": To("data.train");
-    "actor_train.data_args.dataset_dir": NoMeaning("paths include their folders");
+    "actor_train.data_args.dataset_dir": NoMeaning("paths include their directories");
     "actor_train.data_args.messages": NoMeaning("the column is found by its name");
     "actor_train.data_args.preprocessing_num_workers": NoMeaning(NO_WORKERS);
     "actor_train.data_args.domain_interleave_probs": Set("data.weights", "");
@@ -177,17 +146,17 @@ const RULES: &[(&str, Rule)] = rules! {
     "l2": Unless("0", "set optimizer.weight_decay");
     "mask_type": Unless("\"loss\"", "masks leave the loss alone");
     "train_infer_correction": Set("algorithm.recipe.policy_loss.rollout_correction", "");
-    "is_use_additional_prompts": NotSupported("set recipe.group_filter and max_sampling_batches");
-    "custom_envs": NotSupported(ENVIRONMENT);
-    "custom_env": NotSupported(ENVIRONMENT);
-    "agent_config_common": NotSupported(ENVIRONMENT);
-    "env_manager_cls": NotSupported(ENVIRONMENT);
-    "max_actions_per_traj": NotSupported(ENVIRONMENT);
-    "reward_system_config": NotSupported(ENVIRONMENT);
-    "train_env_manager": NotSupported(ENVIRONMENT);
-    "val_env_manager": NotSupported(ENVIRONMENT);
-    "reward_normalization": NotSupported(ENVIRONMENT);
-    "dataset_filter": NotSupported("filter the rows of the file");
+    "is_use_additional_prompts": Refuse("set recipe.group_filter and max_sampling_batches");
+    "custom_envs": Refuse(ENVIRONMENT);
+    "custom_env": Refuse(ENVIRONMENT);
+    "agent_config_common": Refuse(ENVIRONMENT);
+    "env_manager_cls": Refuse(ENVIRONMENT);
+    "max_actions_per_traj": Refuse(ENVIRONMENT);
+    "reward_system_config": Refuse(ENVIRONMENT);
+    "train_env_manager": Refuse(ENVIRONMENT);
+    "val_env_manager": Refuse(ENVIRONMENT);
+    "reward_normalization": Refuse(ENVIRONMENT);
+    "dataset_filter": Refuse("filter the rows of the file");
     "tag_to_template": NoMeaning(TEMPLATE);
     "global_template": NoMeaning(TEMPLATE);
     "rollout_mock": NoMeaning(NO_WORKERS);
@@ -198,12 +167,12 @@ const RULES: &[(&str, Rule)] = rules! {
     "use_opd": Set("teacher.model", DISTILLATION);
     "opd_kl_coef": Set("teacher.model", DISTILLATION);
     "teacher": Set("teacher.model", DISTILLATION);
-    "student_train": NotSupported("name it actor_train");
-    "student_infer": NotSupported("name it actor_infer");
+    "student_train": Refuse("name it actor_train");
+    "student_infer": Refuse("name it actor_infer");
     "critic": Set("training.critic", "");
-    "validation": NotSupported("not an option of an evaluation");
-    "rewards": NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
-    "reward": NotSupported("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
+    "validation": Refuse("not an option of an evaluation");
+    "rewards": Refuse("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
+    "reward": Refuse("reward workers are Python classes; list rewards by kind (docs/from-roll.md)");
 };
 
 /// The rules for whole sections, in which a key must be one that ROLL has.
@@ -216,7 +185,7 @@ const SECTIONS: [&str; 5] = [
 ];
 
 /// ROLL keys that follow their section's rule, or that do not change what is learned.
-const OF_NO_EFFECT: &str = "\
+const IDLE: &str = "\
     name strategy_args strategy_name strategy_config base_dir rollout_dump_dir local_rank profiler_timeline \
     profiler_memory report_length_and_rewards is_offload_states is_offload_optimizer_states_in_train_step \
     length_profiler_dir profiler_output_dir otlp_output_dir model_update_buffer_size_mb model_download_type \
@@ -263,34 +232,147 @@ pub(super) fn is_of(document: &Document) -> bool {
 
 /// Translates a ROLL file.
 pub(super) fn translate(document: &Document) -> Import {
-    let mut translation = Translation::new(document);
-    let mut leaves = document.leaves();
-    // The size of a micro-batch is known before its number is asked for.
-    leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
-    for (path, value) in leaves {
-        translation.take(document, &path, value);
-    }
-    translation.leave_out_idle_keys();
-    translation.leave_out_micro_batch_size();
-    translation.keys.sort_by_key(|key| key.line);
-    let has = |key: &str| {
-        translation
-            .document
-            .get(&format!("algorithm.{key}"))
-            .is_some()
-    };
+    let mut file = Translation::new(document);
+    tokens(&mut file);
+    update(&mut file);
+    schedule(&mut file);
+    apply(&mut file);
+    idle_keys(&mut file);
+    let has = |key: &str| file.translated(&format!("algorithm.{key}")).is_some();
     // A preset of ours states the algorithm.
     let leaves_out = |default: &RollDefault| match default.key {
         "adv_estimator" => !has("adv_estimator") && !has("preset"),
         "kl_loss_coef" => has("use_kl_loss") && !has("kl_loss_coef") && !has("kl_coef"),
         key => !has(key),
     };
-    Import {
-        system: System::Roll,
-        keys: translation.keys,
-        defaults: DEFAULTS.into_iter().filter(leaves_out).collect(),
-        sizes: sizes(document),
-        document: translation.document,
+    let defaults = DEFAULTS.into_iter().filter(leaves_out).collect();
+    file.finish(System::Roll, defaults, sizes(document))
+}
+
+/// The bound on tokens, which a switch turns on.
+fn tokens(file: &mut Translation<'_>) {
+    let switch = "actor_train.use_dynamic_batching_in_train";
+    if !file.flag(switch) {
+        let bound = "actor_train.max_tokens_per_microbatch_in_train";
+        file.no_meaning(bound, format!("{switch} is not true"));
+    }
+}
+
+/// The completions per update. ROLL counts micro-batches, of one worker.
+fn update(file: &mut Translation<'_>) {
+    let place = "training.mini_batch_size";
+    if file.source.sets(place) {
+        return;
+    }
+    let path = format!("{ARGUMENTS}.gradient_accumulation_steps");
+    let steps = file.get(&path).and_then(|steps| steps.as_u64());
+    let micro = file.get("training.micro_batch_size");
+    let micro = micro.or_else(|| file.get(&format!("{ARGUMENTS}.per_device_train_batch_size")));
+    let micro = micro.and_then(|size| size.as_u64()).unwrap_or(1);
+    if let Some(steps) = steps {
+        file.used(&path, place, json!(steps.saturating_mul(micro)));
+    }
+    let devices = "actor_train.device_mapping";
+    match (workers(file.source), sizes(file.source)) {
+        (Some(1.), _) => file.no_meaning(devices, RANKS),
+        (Some(workers), Some(Sizes { update, .. })) => file.refuse(
+            devices,
+            format!(
+                "set {} to {update}, the completions of an update of all {workers} workers",
+                former::place(place)
+            ),
+        ),
+        _ => {}
+    }
+}
+
+/// The schedule, for which a file may have both our keys.
+fn schedule(file: &mut Translation<'_>) {
+    let path = format!("{ARGUMENTS}.lr_scheduler_type");
+    let [decay, until] = ["schedule.decay", "schedule.decay_until"];
+    if file.source.sets(decay) && file.source.sets(until) {
+        file.no_meaning(&path, format!("{decay} and {until} are set"));
+    } else if file.text(&path).as_deref() == Some("constant") {
+        file.no_meaning(&path, "it is the default");
+    }
+}
+
+/// Gives each remaining key a verdict: as a key of ours, by its rule, or by the lists of names.
+fn apply(file: &mut Translation<'_>) {
+    let algorithm_keys = keys_of::<AlgorithmConfig>();
+    let variables = variables(file.source);
+    let idle = "it does not change what is learned";
+    for (path, value) in file.source.leaves() {
+        if file.is_done(&path) {
+            continue;
+        }
+        let value = file.interpolated(value);
+        let rule = RULES.iter().find(|(pattern, _)| fits(pattern, &path));
+        let (is_idle, is_named) = (has_name(IDLE, &path), has_name(OF_AN_EFFECT, &path));
+        // In some sections a key must be one that ROLL has.
+        let is_known = is_idle || is_named || path.contains("strategy_args");
+        let is_open = |pattern: &&str| !SECTIONS.contains(pattern);
+        match rule {
+            _ if algorithm_keys.contains(first(&path)) => {
+                file.used(&path, &format!("algorithm.{path}"), value);
+            }
+            _ if is_ours(file.source, &path) => file.used(&path, &path, value),
+            Some((pattern, Refuse(_))) if is_idle && !is_open(pattern) => {
+                file.no_meaning(&path, idle);
+            }
+            Some((pattern, rule)) if is_known || is_open(pattern) => {
+                file.follow(pattern, &path, value, rule);
+            }
+            _ if is_idle => file.no_meaning(&path, idle),
+            _ if variables.contains(&path) => {
+                file.no_meaning(&path, "the file uses it as a variable");
+            }
+            _ if is_named => {
+                file.follow(
+                    &path,
+                    &path,
+                    value,
+                    &Unless("null", "it has no counterpart"),
+                );
+            }
+            _ => {
+                let ours = algorithm_keys.iter().map(String::as_str);
+                let theirs = [IDLE, OF_AN_EFFECT].map(str::split_whitespace);
+                let known: Vec<&str> = ours.chain(theirs.into_iter().flatten()).collect();
+                let name = path.rsplit('.').next().unwrap_or(&path);
+                file.unknown(&path, name, &known);
+            }
+        }
+    }
+}
+
+/// Returns whether the key at `path` is one of ours. ROLL has sections with some of their names.
+fn is_ours(document: &Document, path: &str) -> bool {
+    let has = |path: &str| document.get(path).is_some();
+    match first(path) {
+        "rewards" => document.get("rewards").is_some_and(Value::is_array),
+        "teacher" => has("teacher.model") || has("teacher.server"),
+        top if RULES.iter().any(|(pattern, _)| first(pattern) == top) => false,
+        top => run_sections()[""].contains_key(top) || former::is_of(top),
+    }
+}
+
+/// Leaves out the keys without effect in this combination, which ROLL accepts.
+fn idle_keys(file: &mut Translation<'_>) {
+    let tokens = ["training.micro_batch_tokens", "micro_batch_tokens"];
+    if tokens.iter().any(|place| file.translated(place).is_some()) {
+        file.leave_out("training.micro_batch_size", TOKENS);
+    }
+    while let Some(mut algorithm) = file.translated("algorithm") {
+        AlgorithmConfig::expand(&mut algorithm);
+        let config = serde_json::from_value::<AlgorithmConfig>(algorithm);
+        let applied = config.map(|config| config.apply(&mut TrainConfig::default()));
+        match applied {
+            Ok(Err(error)) if error.idle => {
+                file.leave_out(&format!("algorithm.{}", error.key), &error.message);
+            }
+            _ => return,
+        }
     }
 }
 
@@ -302,9 +384,8 @@ fn sizes(document: &Document) -> Option<Sizes> {
     };
     let sampled =
         number("rollout_batch_size", 128.)? * number("num_return_sequences_in_group", 1.)?;
-    let arguments = "actor_train.training_args";
-    let update = number(&format!("{arguments}.per_device_train_batch_size"), 1.)?
-        * number(&format!("{arguments}.gradient_accumulation_steps"), 1.)?
+    let update = number(&format!("{ARGUMENTS}.per_device_train_batch_size"), 1.)?
+        * number(&format!("{ARGUMENTS}.gradient_accumulation_steps"), 1.)?
         * workers(document)?;
     let updates = number("ppo_epochs", 1.)? * (sampled / update).ceil();
     let max_steps = document.get("max_steps").and_then(Value::as_f64);
@@ -346,239 +427,21 @@ fn workers(document: &Document) -> Option<f64> {
 
 /// Returns whether at least [`FLAT_KEYS`] algorithm keys are at the top level.
 fn is_flat_page(document: &Document) -> bool {
-    if document.get("algorithm").is_some() {
-        return false;
-    }
-    let keys = algorithm_keys();
+    let keys = keys_of::<AlgorithmConfig>();
     let at_top = keys.iter().filter(|key| document.get(key).is_some());
-    at_top.count() >= FLAT_KEYS
+    document.get("algorithm").is_none() && at_top.count() >= FLAT_KEYS
 }
 
 /// The number of top-level keys that make a flat page; fewer are an error.
 const FLAT_KEYS: usize = 3;
 
-fn algorithm_keys() -> BTreeSet<String> {
-    keys_of::<AlgorithmConfig>()
-}
-
-struct Translation {
-    keys: Vec<ImportedKey>,
-    document: Document,
-    /// The bytes left from [`INTERPOLATED`].
-    room: usize,
-    algorithm_keys: BTreeSet<String>,
-    sampler_keys: BTreeSet<String>,
-    /// The names that the file mentions as `${name}`.
-    variables: BTreeSet<String>,
-}
-
 /// Returns the names that a file mentions as `${name}`.
 fn variables(document: &Document) -> BTreeSet<String> {
-    let leaves = document.leaves();
-    let texts = leaves.iter().map(|(_, value)| value.to_string());
-    let names = texts.flat_map(|text| {
-        let parts: Vec<String> = text
-            .split("${")
-            .skip(1)
-            .filter_map(|part| Some(part.split_once('}')?.0.to_owned()))
-            .collect();
-        parts
-    });
-    names.collect()
-}
-
-impl Translation {
-    fn new(document: &Document) -> Self {
-        Self {
-            keys: Vec::new(),
-            document: document.with_value(json!({})),
-            room: INTERPOLATED,
-            algorithm_keys: algorithm_keys(),
-            sampler_keys: keys_of::<SamplingConfig>(),
-            variables: variables(document),
+    let mut names = BTreeSet::new();
+    for (_, value) in document.leaves() {
+        for part in value.to_string().split("${").skip(1) {
+            names.extend(part.split_once('}').map(|(name, _)| name.to_owned()));
         }
     }
-
-    fn take(&mut self, document: &Document, path: &str, value: &Value) {
-        let line = document.line_of(path);
-        let value = interpolated(document, value, &mut self.room);
-        let top = first(path);
-        let has = |path: &str| document.get(path).is_some();
-        let own = match top {
-            // ROLL has sections of these names, too.
-            "rewards" => document.get(top).is_some_and(Value::is_array),
-            "teacher" => has("teacher.model") || has("teacher.server"),
-            _ if self.algorithm_keys.contains(top) => false,
-            _ if RULES.iter().any(|(pattern, _)| first(pattern) == top) => false,
-            _ => run_sections()[""].contains_key(top) || former::is_of(top),
-        };
-        let (verdict, severity) = if own || self.algorithm_keys.contains(top) {
-            let place = if own {
-                path.to_owned()
-            } else {
-                format!("algorithm.{path}")
-            };
-            self.document.insert(&place, value, path, line);
-            (Verdict::Used(place), Severity::Note)
-        } else {
-            self.verdict(document, path, value)
-        };
-        self.keys.push(ImportedKey {
-            path: path.to_owned(),
-            line,
-            verdict,
-            severity,
-        });
-    }
-
-    /// Returns the verdict for a key that is not ours.
-    fn verdict(&mut self, document: &Document, path: &str, value: Value) -> (Verdict, Severity) {
-        let line = document.line_of(path);
-        let no_meaning = |why: String| (Verdict::NoMeaning(why), Severity::Note);
-        let changes = |why: String| (Verdict::NotSupported(why), Severity::Changes);
-        // ROLL and this program have some names in common.
-        let given = |place: &str| former::place(place) != path && document.sets(place);
-        let rule = RULES.iter().find(|(pattern, _)| fits(pattern, path));
-        let names = [OF_NO_EFFECT, OF_AN_EFFECT];
-        let in_section = rule.is_some_and(|(pattern, _)| SECTIONS.contains(pattern));
-        let is_known = match rule {
-            Some(_) if in_section => {
-                names.iter().any(|names| has_name(names, path)) || path.contains("strategy_args")
-            }
-            Some(_) => true,
-            None => false,
-        };
-        let off = is_off(&value);
-        match rule.map(|(_, rule)| rule).filter(|_| is_known) {
-            Some(ToIf(_, switch)) if !self.is_true(document, switch) => {
-                no_meaning(format!("{switch} is not true"))
-            }
-            // What a file says in our words comes first.
-            Some(To(place) | ToIf(place, _) | Set(place, _) | Advise(place)) if given(place) => {
-                no_meaning(format!("{place} is set"))
-            }
-            Some(To(place) | ToIf(place, _)) => self.place(place, value, path, line),
-            Some(SetBoth(a, b)) if given(a) && given(b) => {
-                no_meaning(format!("{a} and {b} are set"))
-            }
-            // A switch that is off has no effect.
-            Some(NotSupported(why)) if off => no_meaning(format!("it is off ({why})")),
-            Some(Set(..) | SetBoth(..) | Advise(_) | Unless(..)) if off => {
-                no_meaning("it is off".to_owned())
-            }
-            Some(SetBoth(..)) if value == "constant" => no_meaning("it is the default".to_owned()),
-            Some(Unless(default, _)) if is_same(&value, default) => {
-                no_meaning("it has no effect".to_owned())
-            }
-            Some(NoMeaning(why)) => no_meaning((*why).to_owned()),
-            Some(NotSupported(_)) if in_section && has_name(OF_NO_EFFECT, path) => {
-                no_meaning("it does not change what is learned".to_owned())
-            }
-            Some(NotSupported(why) | Unless(_, why)) => changes((*why).to_owned()),
-            Some(Set(place, advice)) => match (path, workers(document), sizes(document)) {
-                ("actor_train.device_mapping", Some(1.), _) => no_meaning(RANKS.to_owned()),
-                ("actor_train.device_mapping", Some(workers), Some(Sizes { update, .. })) => {
-                    changes(format!(
-                        "set {} to {update}, the completions of an update of all {workers} workers",
-                        former::place(place)
-                    ))
-                }
-                _ => changes(format!("set {}{advice}", former::place(place))),
-            },
-            Some(SetBoth(a, b)) => changes(format!("set {a} and {b}")),
-            Some(Advise(place)) => (
-                Verdict::NotSupported(format!("set {}", former::place(place))),
-                Severity::Note,
-            ),
-            None if has_name(OF_NO_EFFECT, path) => {
-                no_meaning("it does not change what is learned".to_owned())
-            }
-            None if self.variables.contains(path) => {
-                no_meaning("the file uses it as a variable".to_owned())
-            }
-            None if has_name(OF_AN_EFFECT, path) && off => no_meaning("it is off".to_owned()),
-            None if has_name(OF_AN_EFFECT, path) => changes("it has no counterpart".to_owned()),
-            None => {
-                let ours = self.algorithm_keys.iter().map(String::as_str);
-                let theirs = names.iter().flat_map(|names| names.split_whitespace());
-                let known: Vec<&str> = ours.chain(theirs).collect();
-                let last = path.rsplit('.').next().unwrap_or(path);
-                (unknown(last, &known), Severity::Unknown)
-            }
-        }
-    }
-
-    fn is_true(&mut self, document: &Document, path: &str) -> bool {
-        let value = document.get(path);
-        let value = value.map(|value| interpolated(document, value, &mut self.room));
-        value == Some(Value::Bool(true))
-    }
-
-    fn place(
-        &mut self,
-        place: &str,
-        value: Value,
-        origin: &str,
-        line: Option<usize>,
-    ) -> (Verdict, Severity) {
-        if let Some((section, key)) = place.rsplit_once('.')
-            && section.ends_with("sampler")
-            && !self.sampler_keys.contains(key)
-        {
-            let message = format!("the sampler has no {key}");
-            return (Verdict::NotSupported(message), Severity::Changes);
-        }
-        let value = if place == "training.mini_batch_size" {
-            // ROLL counts it in micro-batches.
-            let micro = self.document.get("training.micro_batch_size");
-            let micro = micro.and_then(Value::as_u64).unwrap_or(1);
-            value
-                .as_u64()
-                .map_or(value, |steps| json!(steps.saturating_mul(micro)))
-        } else {
-            value
-        };
-        self.document.insert(place, value, origin, line);
-        (Verdict::Used(place.to_owned()), Severity::Note)
-    }
-
-    /// Removes the keys without effect in this combination, which ROLL accepts.
-    fn leave_out_idle_keys(&mut self) {
-        while let Some(algorithm) = self.document.get("algorithm").cloned() {
-            let mut algorithm = algorithm;
-            AlgorithmConfig::expand(&mut algorithm);
-            let Ok(config) = serde_json::from_value::<AlgorithmConfig>(algorithm) else {
-                return;
-            };
-            let Err(error) = config.apply(&mut TrainConfig::default()) else {
-                return;
-            };
-            if !error.idle {
-                return;
-            }
-            self.leave_out("algorithm", error.key, &error.message);
-        }
-    }
-
-    /// Removes the micro-batch size if tokens bound a pass.
-    fn leave_out_micro_batch_size(&mut self) {
-        if self.document.sets("micro_batch_tokens") {
-            self.leave_out("training", "micro_batch_size", TOKENS);
-        }
-    }
-
-    /// Removes a key that has no effect for a reason.
-    fn leave_out(&mut self, section: &str, key: &str, reason: &str) {
-        self.document.remove(&format!("{section}.{key}"));
-        let place = Verdict::Used(format!("{section}.{key}"));
-        for key in &mut self.keys {
-            if key.verdict == place {
-                key.verdict = Verdict::NoMeaning(reason.to_owned());
-            }
-        }
-    }
-}
-
-fn is_off(value: &Value) -> bool {
-    value == &Value::Bool(false) || value.is_null()
+    names
 }

@@ -21,16 +21,23 @@ pub(super) enum Rule {
     NoMeaning(&'static str),
     /// Not supported, unless the file has our key for it. Includes the end of the advice to set it.
     Set(&'static str, &'static str),
+    /// Not supported, unless the file has our key for it. The run learns the same without it.
+    Advise(&'static str),
     /// Not supported, unless it is off or has this value, as JSON.
     Unless(&'static str, &'static str),
+    /// Not supported, unless it is off.
+    Refuse(&'static str),
 }
 
 impl Rule {
     /// Returns the key here.
     pub(super) fn place(&self) -> Option<&'static str> {
         match self {
-            Self::To(place) | Self::Convert(place, _) | Self::Set(place, _) => Some(place),
-            Self::NoMeaning(_) | Self::Unless(..) => None,
+            Self::To(place)
+            | Self::Convert(place, _)
+            | Self::Set(place, _)
+            | Self::Advise(place) => Some(place),
+            Self::NoMeaning(_) | Self::Unless(..) | Self::Refuse(_) => None,
         }
     }
 }

@@ -8,16 +8,16 @@ use super::super::document::Document;
 use super::super::former;
 use super::super::schema::run_sections;
 use super::super::suggestions::nearest;
-use super::report::RollDefault;
+use super::report::{RollDefault, Sizes};
 use super::rules::Rule;
-use super::{ImportedKey, Severity, Verdict};
+use super::{Import, ImportedKey, Severity, System, Verdict};
 
 /// The most bytes that all `${key}` may insert.
-pub(super) const INTERPOLATED: usize = 1 << 20;
+const INTERPOLATED: usize = 1 << 20;
 
 /// The translation of another trainer's file.
 pub(super) struct Translation<'a> {
-    source: &'a Document,
+    pub(super) source: &'a Document,
     keys: Vec<ImportedKey>,
     document: Document,
     /// The keys that have a verdict.
@@ -40,7 +40,38 @@ impl<'a> Translation<'a> {
     /// Returns the value at a path in the file, unless it is null.
     pub(super) fn get(&mut self, path: &str) -> Option<Value> {
         let value = self.source.get(path).filter(|value| !value.is_null())?;
-        Some(interpolated(self.source, value, &mut self.room))
+        Some(self.interpolated(value))
+    }
+
+    /// Replaces `${key}` with that key's value in the file, repeatedly, while there is room.
+    pub(super) fn interpolated(&mut self, value: &Value) -> Value {
+        let mut value = value.clone();
+        for _ in 0..8 {
+            let Value::String(text) = &value else { break };
+            let Some((before, rest)) = text.split_once("${") else {
+                break;
+            };
+            let Some((name, after)) = rest.split_once('}') else {
+                break;
+            };
+            // Of Hydra: a key, or else a value.
+            let (name, other) = match name.strip_prefix("oc.select:") {
+                Some(select) => select.split_once(',').unwrap_or((select, "null")),
+                None => (name, ""),
+            };
+            let other = serde_json::from_str::<Value>(other.trim()).ok();
+            let found = self.source.get(name).or(other.as_ref());
+            let Some(found) = found.filter(|_| self.room > 0) else {
+                break;
+            };
+            self.room = self.room.saturating_sub(found.to_string().len());
+            value = match found {
+                found if before.is_empty() && after.is_empty() => found.clone(),
+                Value::String(found) => Value::String(format!("{before}{found}{after}")),
+                found => Value::String(format!("{before}{found}{after}")),
+            };
+        }
+        value
     }
 
     pub(super) fn number(&mut self, path: &str) -> Option<f64> {
@@ -88,6 +119,12 @@ impl<'a> Translation<'a> {
         for path in given {
             self.used(path, place, value.clone());
         }
+    }
+
+    /// Sets `place` to the number at `path`, or to the other trainer's default.
+    pub(super) fn decide_number(&mut self, path: &str, place: &str, default: f64) {
+        let value = self.number(path).unwrap_or(default);
+        self.decide(&[path], place, json!(value));
     }
 
     /// Sets the decay of the learning rate to `kind`, a scheduler of transformers, over the
@@ -163,10 +200,10 @@ impl<'a> Translation<'a> {
         let is_ours =
             |top: &str| (keys.contains_key(top) || former::is_of(top)) && !theirs.contains(top);
         for (path, value) in self.source.leaves() {
-            if self.done.contains(&path) {
+            if self.is_done(&path) {
                 continue;
             }
-            let value = interpolated(self.source, value, &mut self.room);
+            let value = self.interpolated(value);
             let rule = rules.iter().find(|(pattern, _)| fits(pattern, &path));
             let is_advised = is_advised(rules, &path);
             let rule = rule.filter(|(pattern, _)| *pattern == path || !is_advised);
@@ -180,19 +217,20 @@ impl<'a> Translation<'a> {
                 None if value.is_null() => self.no_meaning(&path, "it is absent"),
                 None => {
                     let ours = keys.keys().map(String::as_str).filter(|key| is_ours(key));
-                    let verdict = unknown(&path, &patterns().chain(ours).collect::<Vec<_>>());
-                    self.record(&path, verdict, Severity::Unknown);
+                    self.unknown(&path, &path, &patterns().chain(ours).collect::<Vec<_>>());
                 }
             }
         }
     }
 
-    fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
+    /// Gives the key at `path`, which fits `pattern`, its verdict from a rule.
+    pub(super) fn follow(&mut self, pattern: &str, path: &str, value: Value, rule: &Rule) {
         let is_empty = value == json!({}) || value == json!([]);
         let off = value == Value::Bool(false) || value.is_null() || is_empty;
-        let given = |place: &str| place != path && self.source.sets(place);
+        // Two trainers may have a name in common.
+        let given = |place: &str| former::place(place) != path && self.source.sets(place);
         match *rule {
-            Rule::To(place) | Rule::Set(place, _) if given(place) => {
+            Rule::To(place) | Rule::Set(place, _) | Rule::Advise(place) if given(place) => {
                 self.no_meaning(path, format!("{place} is set"));
             }
             Rule::To(_) | Rule::Convert(..) if value.is_null() => {
@@ -208,14 +246,44 @@ impl<'a> Translation<'a> {
                 None => self.refuse(path, format!("{value} has no counterpart")),
             },
             Rule::NoMeaning(why) => self.no_meaning(path, why),
-            Rule::Set(..) if off => self.no_meaning(path, "it is off"),
-            Rule::Set(place, why) => self.refuse(path, format!("set {place}{why}")),
-            Rule::Unless(default, why) => {
-                if off || is_same(&value, default) {
-                    self.no_meaning(path, "it has no effect")
-                } else {
-                    self.refuse(path, why)
-                }
+            Rule::Refuse(why) if off => self.no_meaning(path, format!("it is off ({why})")),
+            Rule::Set(..) | Rule::Advise(_) | Rule::Unless(..) if off => {
+                self.no_meaning(path, "it is off");
+            }
+            Rule::Unless(default, _) if is_same(&value, default) => {
+                self.no_meaning(path, "it has no effect");
+            }
+            Rule::Unless(_, why) | Rule::Refuse(why) => self.refuse(path, why),
+            Rule::Set(place, why) => {
+                self.refuse(path, format!("set {}{why}", former::place(place)));
+            }
+            Rule::Advise(place) => {
+                let why = format!("set {}", former::place(place));
+                self.record(path, Verdict::NotSupported(why), Severity::Note);
+            }
+        }
+    }
+
+    /// The key at `path`, with this name, is not among the `known` ones.
+    pub(super) fn unknown(&mut self, path: &str, name: &str, known: &[&str]) {
+        let nearest = nearest(name, known).map(|name| format!(", did you mean `{name}`?"));
+        let why = format!("not a known key{}", nearest.unwrap_or_default());
+        self.record(path, Verdict::NotSupported(why), Severity::Unknown);
+    }
+
+    /// Returns whether the key at `path` has a verdict.
+    pub(super) fn is_done(&self, path: &str) -> bool {
+        self.done.contains(path)
+    }
+
+    /// Removes what a key has set at `place`, as it has no effect for a reason.
+    pub(super) fn leave_out(&mut self, place: &str, why: &str) {
+        self.document.remove(place);
+        for key in &mut self.keys {
+            if let Verdict::Used(used) = &key.verdict
+                && used.split(" = ").next() == Some(place)
+            {
+                key.verdict = Verdict::NoMeaning(why.to_owned());
             }
         }
     }
@@ -230,17 +298,22 @@ impl<'a> Translation<'a> {
         defaults.into_iter().filter(left_out).collect()
     }
 
-    /// Returns the keys in file order, and the translation.
-    pub(super) fn finish(mut self) -> (Vec<ImportedKey>, Document) {
+    /// Returns the translation, with its keys in file order.
+    pub(super) fn finish(
+        mut self,
+        system: System,
+        defaults: Vec<RollDefault>,
+        sizes: Option<Sizes>,
+    ) -> Import {
         self.keys.sort_by_key(|key| key.line);
-        (self.keys, self.document)
+        Import {
+            system,
+            keys: self.keys,
+            defaults,
+            sizes,
+            document: self.document,
+        }
     }
-}
-
-/// Returns the verdict for a key that is not among the `known` ones.
-pub(super) fn unknown(key: &str, known: &[&str]) -> Verdict {
-    let nearest = nearest(key, known).map(|name| format!(", did you mean `{name}`?"));
-    Verdict::NotSupported(format!("not a known key{}", nearest.unwrap_or_default()))
 }
 
 /// Returns the first step of a path.
@@ -258,7 +331,7 @@ fn is_advised(rules: &[(&str, Rule)], path: &str) -> bool {
 }
 
 /// Returns whether `value` equals `default`, which is JSON. `1` equals `1.0`.
-pub(super) fn is_same(value: &Value, default: &str) -> bool {
+fn is_same(value: &Value, default: &str) -> bool {
     let default: Value = serde_json::from_str(default).unwrap_or_default();
     match (value.as_f64(), default.as_f64()) {
         (Some(value), Some(default)) => value == default,
@@ -283,35 +356,4 @@ pub(super) fn fits(pattern: &str, path: &str) -> bool {
             .next()
             .is_some_and(|step| wanted == "*" || wanted == step)
     })
-}
-
-/// Replaces `${key}` with that key's value in the file, repeatedly, while there is `room`.
-pub(super) fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
-    let mut value = value.clone();
-    for _ in 0..8 {
-        let Value::String(text) = &value else { break };
-        let Some((before, rest)) = text.split_once("${") else {
-            break;
-        };
-        let Some((name, after)) = rest.split_once('}') else {
-            break;
-        };
-        // Of Hydra: a key, or else a value.
-        let (name, other) = match name.strip_prefix("oc.select:") {
-            Some(select) => select.split_once(',').unwrap_or((select, "null")),
-            None => (name, ""),
-        };
-        let other = serde_json::from_str::<Value>(other.trim()).ok();
-        let found = document.get(name).or(other.as_ref());
-        let Some(found) = found.filter(|_| *room > 0) else {
-            break;
-        };
-        *room = room.saturating_sub(found.to_string().len());
-        value = match found {
-            found if before.is_empty() && after.is_empty() => found.clone(),
-            Value::String(found) => Value::String(format!("{before}{found}{after}")),
-            found => Value::String(format!("{before}{found}{after}")),
-        };
-    }
-    value
 }

@@ -185,26 +185,11 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
-            RollDefault {
-                key: "num_train_epochs",
-                roll: "3",
-                here: "100 steps",
-            },
-            RollDefault {
-                key: "lr_scheduler_type",
-                roll: "linear",
-                here: "constant",
-            },
+            RollDefault::new("num_train_epochs", "3", "100 steps"),
+            RollDefault::new("lr_scheduler_type", "linear", "constant"),
         ],
     );
-    let (keys, document) = file.finish();
-    Import {
-        system: System::Trl,
-        keys,
-        defaults,
-        sizes: Some(sizes),
-        document,
-    }
+    file.finish(System::Trl, defaults, Some(sizes))
 }
 
 /// Translates the step sizes. TRL counts completions per process, and its steps are updates.

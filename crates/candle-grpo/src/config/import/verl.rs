@@ -38,7 +38,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_rollout_ref.model.enable_gradient_checkpointing": To("activation_checkpointing");
     "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
     "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
-    "actor_rollout_ref.model.override_config": Set("model", ": a folder with that config.json");
+    "actor_rollout_ref.model.override_config": Set("model", ": a directory with that config.json");
     "actor_rollout_ref.model": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.clip_ratio": NoMeaning("verl uses clip_ratio_low and clip_ratio_high");
     "actor_rollout_ref.actor.clip_ratio_c": To("recipe.policy_loss.surrogate.clip.dual_clip");
@@ -143,20 +143,9 @@ pub(super) fn translate(document: &Document) -> Import {
     file.default("sampling.max_new_tokens", json!(512));
     file.default("checkpoint.every_steps", Value::Null);
     file.default("evaluation.every_steps", Value::Null);
-    let epochs = RollDefault {
-        key: "trainer.total_epochs",
-        roll: "30",
-        here: "100 steps",
-    };
+    let epochs = RollDefault::new("trainer.total_epochs", "30", "100 steps");
     let defaults = file.left_out(sizes.all_updates.is_none(), [epochs]);
-    let (keys, document) = file.finish();
-    Import {
-        system: System::Verl,
-        keys,
-        defaults,
-        sizes: Some(sizes),
-        document,
-    }
+    file.finish(System::Verl, defaults, Some(sizes))
 }
 
 /// Translates the step sizes. verl counts all of them in prompts, over all processes.
@@ -267,12 +256,7 @@ fn loss(file: &mut Translation<'_>) {
         "sapo" => {
             for (name, default) in [("tau_pos", 1.), ("tau_neg", 1.05)] {
                 let path = key(name);
-                let value = file.number(&path).unwrap_or(default);
-                file.decide(
-                    &[&path],
-                    &format!("{surrogate}.soft_gate.{name}"),
-                    json!(value),
-                );
+                file.decide_number(&path, &format!("{surrogate}.soft_gate.{name}"), default);
             }
         }
         _ => {
@@ -343,15 +327,13 @@ fn advantage(file: &mut Translation<'_>) {
             file.decide(&[path], "algorithm.adv_estimator", json!("gae"));
             for (key, place) in [("gamma", "algorithm.gamma"), ("lam", "algorithm.lambd")] {
                 let key = format!("algorithm.{key}");
-                let value = file.number(&key).unwrap_or(1.);
-                file.decide(&[&key], place, json!(value));
+                file.decide_number(&key, place, 1.);
             }
             for (key, place, default) in [
                 ("critic.cliprange_value", "algorithm.value_clip", 0.5),
                 ("critic.optim.lr", "critic.optimizer.learning_rate", 1e-5),
             ] {
-                let value = file.number(key).unwrap_or(default);
-                file.decide(&[key], place, json!(value));
+                file.decide_number(key, place, default);
             }
         }
         "rloo"
@@ -385,8 +367,7 @@ fn kl(file: &mut Translation<'_>) {
     if file.flag(&switch) {
         file.used(&switch, "algorithm.use_kl_loss", json!(true));
         let coef = key("kl_loss_coef");
-        let value = file.number(&coef).unwrap_or(0.001);
-        file.decide(&[&coef], "algorithm.kl_loss_coef", json!(value));
+        file.decide_number(&coef, "algorithm.kl_loss_coef", 0.001);
         let kind = key("kl_loss_type");
         match file.text(&kind).as_deref() {
             None => {}
@@ -403,8 +384,7 @@ fn kl(file: &mut Translation<'_>) {
     if file.flag(switch) && file.text("algorithm.adv_estimator").as_deref() != Some("grpo") {
         file.used(switch, "algorithm.add_token_level_kl", json!(true));
         let coef = "algorithm.kl_ctrl.kl_coef";
-        let value = file.number(coef).unwrap_or(0.001);
-        file.decide(&[coef], "algorithm.init_kl_coef", json!(value));
+        file.decide_number(coef, "algorithm.init_kl_coef", 0.001);
         if let Some(estimator) = file.get("algorithm.kl_penalty") {
             file.used("algorithm.kl_penalty", "algorithm.kl_penalty", estimator);
         }
@@ -414,8 +394,7 @@ fn kl(file: &mut Translation<'_>) {
                 ("horizon", "algorithm.kl_horizon", 10_000.),
             ] {
                 let path = format!("algorithm.kl_ctrl.{name}");
-                let value = file.number(&path).unwrap_or(default);
-                file.decide(&[&path], place, json!(value));
+                file.decide_number(&path, place, default);
             }
             let why = "algorithm.target_kl is set";
             file.no_meaning("algorithm.kl_ctrl.type", why);
@@ -508,8 +487,7 @@ fn adapters(file: &mut Translation<'_>) {
         let value = file.get(&rank).unwrap_or_default();
         file.used(&rank, "adapters.rank", value);
         let alpha = key("lora_alpha");
-        let value = file.number(&alpha).unwrap_or(16.);
-        file.decide(&[&alpha], "adapters.alpha", json!(value));
+        file.decide_number(&alpha, "adapters.alpha", 16.);
         let modules = key("target_modules");
         if let Some(value) = file.get(&modules).as_ref().and_then(files) {
             file.used(&modules, "adapters.target_modules", value);

@@ -513,7 +513,7 @@ fn an_error_has_the_line_and_the_key_of_the_file(#[case] more: &str, #[case] mes
     "run.yaml:10: training.critic.optimizer.learning_rate: -1",
     "at least 0"
 )]
-#[case("run_dir: ''\n", "run.yaml:9: run_dir: \"\"", "path of a folder")]
+#[case("run_dir: ''\n", "run.yaml:9: run_dir: \"\"", "path of a directory")]
 #[case(
     "run_dir: models\n",
     "run.yaml:1: model: models/smol",
@@ -679,6 +679,83 @@ fn an_error_in_a_required_section_names_it(
     assert!(error.starts_with(begins) && error.contains(has), "{error}");
 }
 
+/// Serde reads the options of a kind before it has their types.
+#[rstest]
+// Rewards, in a list and inside each other.
+#[case(
+    "rewards:\n  - kind: numeric\n  - kind: regex\n    pattern: a\n    whole: 1\n",
+    "run.yaml:7: rewards[1].whole: 1, must be true or false"
+)]
+#[case(
+    "rewards:\n  - kind: cosine\n    correct:\n      kind: numeric\n      tolerence: 1\n",
+    "run.yaml:7: rewards[0].correct.tolerence: unknown key, did you mean `tolerance`?"
+)]
+#[case(
+    "rewards:\n  - judges:\n      - kind: tags\n        tags: [a]\n      - pattern: 7\n        kind: regex\n    weight: 7\n    kind: ensemble\n",
+    "run.yaml:7: rewards[0].judges[1].pattern: 7, must be a text"
+)]
+#[case(
+    "rewards:\n  - kind: ensemble\n    judges:\n      - kind: json\n      - kind: tags\n",
+    "run.yaml:7: rewards[0].judges[1].tags: absent, must be given"
+)]
+#[case(
+    "rewards:\n  - kind: ensemble\n    judges:\n      - kind: json\n        column: jsn\n      - kind: jsn\n",
+    "run.yaml:8: rewards[0].judges[1].kind: \"jsn\", must be one of numeric, math, exact, multiple_choice, f1, instructions, regex, tags, json, length, repetition, cosine, relative_length, program, code, reward_model, judge, ensemble; did you mean `json`?"
+)]
+#[case(
+    "rewards:\n  - kind: ensemble\n    judges: [{kind: json}]\n    combine:\n      weigthed: [1]\n",
+    "run.yaml:7: rewards[0].combine.weigthed: \"weigthed\", must be one of mean, min, max, median, majority, weighted; did you mean `weighted`?"
+)]
+// The request of a judge is free.
+#[case(
+    "rewards:\n  - kind: judge\n    extra_body: {model: 7, prompt: {}}\n    url: u\n    prompt: p\n    score: {json: s}\n    model: 7\n",
+    "run.yaml:9: rewards[0].model: 7, must be a text"
+)]
+#[case(
+    "rewards:\n  - kind: judge\n    extra_body: {scores: 1}\n    score:\n      scores: 1\n",
+    "run.yaml:7: rewards[0].score.scores: unknown key, did you mean `scale`?"
+)]
+#[case(
+    "rewards:\n  - kind: program\n    time_limit_seconds: 1\n    workers: -1\n    max_failures: -1\n",
+    "run.yaml:6: rewards[0].workers: -1, must be a whole number, at least 0"
+)]
+#[case(
+    "rewards:\n  - kind: math\n    column: 'yes'\n    decimals: 4294967296\n",
+    "run.yaml:6: rewards[0].decimals: 4294967296, must be a whole number, at least 0"
+)]
+// Environments.
+#[case(
+    "environment:\n  tools:\n    - name: f\n      command: [f]\n      worker: 2\n  kind: tools\n",
+    "run.yaml:7: environment.tools[0].worker: unknown key, did you mean `workers`?"
+)]
+#[case(
+    "environment:\n  kind: agent\n  limits: {max_turns: 2}\n  format: lama\n",
+    "run.yaml:6: environment.format: \"lama\", must be one of hermes, llama, marks; did you mean `llama`?"
+)]
+// Sample filters and the controller of a KL.
+#[case(
+    "sample_filters:\n  - kind: spread\n  - kind: difficulty\n    low: 0.1\n    high: hard\n",
+    "run.yaml:7: sample_filters[1].high: \"hard\", must be a number"
+)]
+#[case(
+    "reward_kl:\n  kind: adaptive\n  coef: 0.1\n  target: 0.1\n",
+    "run.yaml:3: reward_kl.horizon: absent, must be given"
+)]
+// Kinds whose options serde reads at once.
+#[case(
+    "recipe:\n  advantage:\n    name: pipeline\n    sequence:\n      baseline: leave_on_out\n",
+    "run.yaml:7: recipe.advantage.sequence.baseline: \"leave_on_out\", must be one of group_mean, leave_one_out, length_weighted, best_of_others, batch_mean, given, none; did you mean `leave_one_out`?"
+)]
+#[case(
+    "rollout:\n  engine: vllm\n  base_url: u\n  max_retries: few\n",
+    "run.yaml:6: rollout.max_retries: \"few\", must be a whole number"
+)]
+fn an_error_inside_a_kind_has_its_line_and_key(#[case] more: &str, #[case] message: &str) {
+    let text = format!("model: m\ndata: {{train: d}}\n{more}");
+    let document = Document::from_yaml(Path::new("run.yaml"), &text).unwrap();
+    assert_eq!(RunConfig::new(&document).unwrap_err().to_string(), message);
+}
+
 #[rstest]
 #[case(
     "[algorithm]\nrewardclip = 1\n",
@@ -809,7 +886,7 @@ fn a_run_dir_that_cannot_be_a_folder_is_refused() {
     std::fs::write(&file, "").unwrap();
     for run_dir in [file.clone(), file.join("runs/a")] {
         let error = yaml(&format!("run_dir: {}\n", run_dir.display())).unwrap_err();
-        let message = format!("run_dir: {} is not a folder", file.display());
+        let message = format!("run_dir: {} is not a directory", file.display());
         assert!(error.to_string().contains(&message), "{error}");
     }
     yaml(&format!(
