@@ -73,8 +73,9 @@ impl Agents {
         let endpoint = Endpoint::start(config.listen, keys.clone(), config.max_request_bytes)?;
         let workers = match config.session {
             SessionScope::Shared => {
-                let url = format!("{}/episodes", endpoint.episodes().origin());
-                Some(Mutex::new(Workers::start(config.program(), url, &keys)?))
+                let entrances = endpoint.entrances().clone();
+                let workers = Workers::start(config.program(), entrances, &keys)?;
+                Some(Mutex::new(workers))
             }
             SessionScope::Episode => None,
         };

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_grpo_base::Interrupted;
 use candle_grpo_base::clock::running_time;
-use candle_grpo_rewards::program::Job;
 use candle_grpo_train::environment::{Episode as Outcome, EpisodeEnd, EpisodeTurn};
 use candle_grpo_train::rollout::{
     CompletionBuilder, CompletionSeed, Play, PromptRequest, Row, Trajectories,
@@ -19,6 +18,7 @@ use crate::agents::Agents;
 use crate::episode::Episode;
 use crate::key::random_id;
 use crate::message::{ASSISTANT, Call, Message};
+use crate::process::Process;
 use crate::request::{Answer, DrawnToken, End, Refusal, Request};
 use crate::transcript::{Draft, Setting, Transcript, digest, first_64_bits};
 
@@ -54,7 +54,7 @@ struct Running<'a> {
     seed: CompletionSeed,
     agents: &'a Agents,
     episode: Arc<Episode>,
-    job: Option<Job>,
+    process: Option<Process>,
     starts: usize,
     began: Duration,
     /// Time at which the agent reported that it is done.
@@ -238,7 +238,7 @@ impl<'a> Running<'a> {
             seed,
             agents,
             episode,
-            job: None,
+            process: None,
             starts: 0,
             began: running_time(),
             done: None,
@@ -247,15 +247,16 @@ impl<'a> Running<'a> {
             limit: None,
         };
         if !is_offered {
-            running.start_job()?;
+            running.start_process()?;
         }
         Ok(running)
     }
 
     /// Starts the agent's process.
-    fn start_job(&mut self) -> Result<()> {
+    fn start_process(&mut self) -> Result<()> {
         let agents = self.agents;
-        let url = agents.endpoint.episodes().url(&self.episode);
+        let entrances = agents.endpoint.entrances();
+        let url = format!("{}/s/{}", entrances.origin(), self.episode.id);
         let key = self.episode.key.text();
         let variables = [
             ("OPENAI_BASE_URL", format!("{url}/v1")),
@@ -266,8 +267,8 @@ impl<'a> Running<'a> {
         ];
         let line = format!("{}\n", self.episode.row);
         let program = agents.config.program();
-        let job = program.start_job(line.into_bytes(), &variables);
-        self.job = Some(job.context("agent")?);
+        let process = Process::start(program, entrances, line.into_bytes(), &variables)?;
+        self.process = Some(process);
         self.starts += 1;
         self.episode.begin(0);
         Ok(())
@@ -279,14 +280,14 @@ impl<'a> Running<'a> {
         if let Some(failure) = failure {
             return Ok(Some(EpisodeEnd::Failed(self.with_output(failure))));
         }
-        let status = match &mut self.job {
-            Some(job) => job.status()?,
+        let status = match &mut self.process {
+            Some(process) => process.status()?,
             None => None,
         };
         if report.is_done {
             let done = *self.done.get_or_insert_with(running_time);
             let has_time = running_time().saturating_sub(done) < END_GRACE;
-            let runs = self.job.is_some() && status.is_none();
+            let runs = self.process.is_some() && status.is_none();
             return Ok((!runs || !has_time).then(|| self.ended()));
         }
         if let Some(status) = status {
@@ -298,7 +299,7 @@ impl<'a> Running<'a> {
             }
             // No sampled text can be the cause.
             if self.episode.received() == 0 && self.starts < MAX_STARTS {
-                self.start_job()?;
+                self.start_process()?;
                 return Ok(None);
             }
             let message = format!("the agent ended ({status})");
@@ -320,7 +321,7 @@ impl<'a> Running<'a> {
 
     /// Appends the tail of the process's output to a message.
     fn with_output(&mut self, message: String) -> String {
-        match self.job.take().map(Job::end) {
+        match self.process.take().map(Process::end) {
             None => message,
             Some(output) if output.is_empty() => format!("{message}; it wrote nothing to stderr"),
             Some(output) => format!("{message}; its stderr ends with:\n{output}"),
@@ -473,7 +474,7 @@ impl<'a> Running<'a> {
 
     fn into_rollout(mut self, mut end: EpisodeEnd) -> Rollout {
         let report = self.episode.close();
-        self.job = None;
+        self.process = None;
         let unrewarded = self.agents.config.reports_rewards && report.reward.is_none();
         let transcript = std::mem::take(&mut self.transcript);
         if transcript.answers() == 0 && !matches!(end, EpisodeEnd::Failed(_)) {

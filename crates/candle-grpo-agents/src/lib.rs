@@ -36,6 +36,7 @@ mod episode;
 mod game;
 mod key;
 mod message;
+mod process;
 mod request;
 mod transcript;
 mod workers;

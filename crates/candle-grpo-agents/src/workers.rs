@@ -1,9 +1,11 @@
 //! Processes that play several episodes each.
 
-use anyhow::{Context, Result, bail};
-use candle_grpo_rewards::program::{Job, Program};
+use anyhow::{Result, bail};
+use candle_grpo_rewards::program::Program;
 
+use crate::endpoint::Entrances;
 use crate::key::Key;
+use crate::process::Process;
 
 /// Number of ends in a row, without an episode, after which a restart has no use.
 const MAX_ENDS: usize = 2;
@@ -11,8 +13,7 @@ const MAX_ENDS: usize = 2;
 /// Processes that request episodes. They end when dropped.
 pub(crate) struct Workers {
     program: Program,
-    /// URL for requests for episodes.
-    url: String,
+    entrances: Entrances,
     workers: Vec<Worker>,
     /// Number of ends in a row of workers without an episode.
     ends: usize,
@@ -20,16 +21,16 @@ pub(crate) struct Workers {
 
 struct Worker {
     key: Key,
-    job: Job,
+    process: Process,
     has_episode: bool,
 }
 
 impl Workers {
     /// Starts one process for each key.
-    pub(crate) fn start(program: Program, url: String, keys: &[Key]) -> Result<Self> {
+    pub(crate) fn start(program: Program, entrances: Entrances, keys: &[Key]) -> Result<Self> {
         let worker = |key: &Key| {
             Ok(Worker {
-                job: start(&program, &url, key)?,
+                process: start(&program, &entrances, key)?,
                 key: key.clone(),
                 has_episode: false,
             })
@@ -37,7 +38,7 @@ impl Workers {
         Ok(Self {
             workers: keys.iter().map(worker).collect::<Result<_>>()?,
             program,
-            url,
+            entrances,
             ends: 0,
         })
     }
@@ -59,12 +60,12 @@ impl Workers {
             if worker.has_episode && !had_episode {
                 self.ends = 0;
             }
-            let Some(status) = worker.job.status()? else {
+            let Some(status) = worker.process.status()? else {
                 continue;
             };
             let ended = std::mem::replace(
-                &mut worker.job,
-                start(&self.program, &self.url, &worker.key)?,
+                &mut worker.process,
+                start(&self.program, &self.entrances, &worker.key)?,
             );
             let message = match ended.end() {
                 output if output.is_empty() => {
@@ -87,10 +88,13 @@ impl Workers {
     }
 }
 
-fn start(program: &Program, url: &str, key: &Key) -> Result<Job> {
+fn start(program: &Program, entrances: &Entrances, key: &Key) -> Result<Process> {
     let variables = [
-        ("GRPO_EPISODES_URL", url.to_owned()),
+        (
+            "GRPO_EPISODES_URL",
+            format!("{}/episodes", entrances.origin()),
+        ),
         ("GRPO_API_KEY", key.text().to_owned()),
     ];
-    program.start_job(Vec::new(), &variables).context("agent")
+    Process::start(program.clone(), entrances, Vec::new(), &variables)
 }

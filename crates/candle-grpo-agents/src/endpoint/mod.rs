@@ -13,7 +13,9 @@ use anyhow::{Context, Result};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::runtime;
 use tokio::sync::{Notify, Semaphore, oneshot};
+use tokio::task::AbortHandle;
 
 use crate::episode::Episode;
 use crate::key::Key;
@@ -43,6 +45,8 @@ pub(crate) struct Episodes {
     /// Keys with which agents request episodes, one per worker; empty: none are offered.
     keys: Vec<Key>,
     max_request_bytes: usize,
+    /// Number of connections that are free.
+    connections: Arc<Semaphore>,
     address: SocketAddr,
 }
 
@@ -99,7 +103,12 @@ impl Episodes {
     }
 
     /// Server URL for agents on this machine.
-    pub(crate) fn origin(&self) -> String {
+    fn origin(&self) -> String {
+        format!("http://{}", self.local_address())
+    }
+
+    /// Server address for agents on this machine.
+    fn local_address(&self) -> SocketAddr {
         let mut address = self.address;
         if address.ip().is_unspecified() {
             match address {
@@ -107,14 +116,50 @@ impl Episodes {
                 SocketAddr::V6(_) => address.set_ip(std::net::Ipv6Addr::LOCALHOST.into()),
             }
         }
-        format!("http://{address}")
+        address
+    }
+}
+
+/// Opens the server to agents on this machine.
+#[derive(Debug, Clone)]
+pub(crate) struct Entrances {
+    episodes: Arc<Episodes>,
+    runtime: runtime::Handle,
+}
+
+/// One more listener of the server. It closes when dropped.
+pub(crate) struct Entrance(AbortHandle);
+
+impl Entrances {
+    /// Server URL for agents on this machine.
+    pub(crate) fn origin(&self) -> String {
+        self.episodes.origin()
+    }
+
+    /// Server address for agents on this machine.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.episodes.local_address()
+    }
+
+    /// Serves the connections of `listener`, too.
+    pub(crate) fn open(&self, listener: TcpListener) -> Result<Entrance> {
+        listener.set_nonblocking(true)?;
+        let serving = serve(listener, Arc::clone(&self.episodes));
+        Ok(Entrance(self.runtime.spawn(serving).abort_handle()))
+    }
+}
+
+impl Drop for Entrance {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 
 /// The server, on its own thread. It stops when dropped.
-#[derive(Debug)]
 pub(crate) struct Endpoint {
-    episodes: Arc<Episodes>,
+    entrances: Entrances,
+    /// The listener at the address of the server.
+    _main: Entrance,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
 }
@@ -128,40 +173,49 @@ impl Endpoint {
     ) -> Result<Self> {
         let must = || format!("listen: {listen}, must be a free address of this machine");
         let listener = TcpListener::bind(listen).with_context(must)?;
-        listener.set_nonblocking(true)?;
         let episodes = Arc::new(Episodes {
             by_id: Mutex::default(),
             offered: Mutex::default(),
             offer: Notify::new(),
             keys,
             max_request_bytes,
+            connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
             address: listener.local_addr()?,
         });
-        let runtime = tokio::runtime::Builder::new_current_thread()
+        let runtime = runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
             .build()
             .context("starting the server for agents")?;
+        let entrances = Entrances {
+            episodes,
+            runtime: runtime.handle().clone(),
+        };
+        let main = entrances.open(listener)?;
         let (stop, stopped) = oneshot::channel::<()>();
-        runtime.spawn(serve(listener, Arc::clone(&episodes)));
         let thread = thread::Builder::new().name("agents".to_owned());
         let thread = thread.spawn(move || {
             // Dropping the server drops the sender, and dropping the runtime drops its connections.
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Self {
-            episodes,
+            entrances,
+            _main: main,
             stop: Some(stop),
             thread: Some(thread),
         })
     }
 
     pub(crate) fn episodes(&self) -> &Episodes {
-        &self.episodes
+        &self.entrances.episodes
+    }
+
+    pub(crate) fn entrances(&self) -> &Entrances {
+        &self.entrances
     }
 
     pub(crate) fn address(&self) -> SocketAddr {
-        self.episodes.address
+        self.entrances.episodes.address
     }
 }
 
@@ -182,9 +236,8 @@ async fn serve(listener: TcpListener, episodes: Arc<Episodes>) {
             return;
         }
     };
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
+        let Ok(permit) = Arc::clone(&episodes.connections).acquire_owned().await else {
             return;
         };
         let stream = match listener.accept().await {

@@ -176,12 +176,11 @@ proptest! {
             let mut tokens: Vec<u32> = spelled(text).into_iter().skip(*number % 5).collect();
             tokens.truncate(length + 1);
             if ends {
-                    tokens.push(STOP);
-                    (tokens, FinishReason::StopToken)
-
-} else {
-(tokens, FinishReason::Length)
-}
+                tokens.push(STOP);
+                (tokens, FinishReason::StopToken)
+            } else {
+                (tokens, FinishReason::Length)
+            }
         };
         let asked = Mutex::new(Vec::new());
         let (rollout, draws) = episode(&policy, |client| {

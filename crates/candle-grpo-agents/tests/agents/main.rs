@@ -4,6 +4,7 @@ mod client;
 mod dialects;
 mod drawer;
 mod endpoint;
+mod faults;
 mod fuzz;
 mod processes;
 mod real_clients;

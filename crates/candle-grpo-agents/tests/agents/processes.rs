@@ -1,7 +1,10 @@
 //! Agents that the server starts.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 
+use candle_grpo_rewards::program::{IsolationConfig, Network};
 use candle_grpo_test_support::AGENT_START;
 use candle_grpo_train::FinishReason;
 use candle_grpo_train::environment::{AgentConfig, EnvironmentLimits, EpisodeEnd};
@@ -174,4 +177,79 @@ fn a_command_that_does_not_exist_ends_the_run() {
     let (rollouts, _) = play(&agents, &prompt("so?"), 2, &sampling(), &policy);
     let error = format!("{:#}", rollouts.unwrap_err());
     assert!(error.contains("no-such-agent"), "{error}");
+}
+
+fn isolated(network: Network) -> Option<IsolationConfig> {
+    Some(IsolationConfig {
+        network,
+        ..IsolationConfig::default()
+    })
+}
+
+#[rstest]
+#[case(Network::Loopback)]
+#[case(Network::Host)]
+fn an_isolated_agent_calls_the_server(#[case] network: Network) {
+    let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = elsewhere.local_addr().unwrap().port();
+    let script = format!(
+        "
+import socket
+open(os.path.expanduser('~/new'), 'w')
+try:
+    socket.create_connection(('127.0.0.1', {port}), 5)
+    connects = 1
+except OSError:
+    connects = 0
+ask('so?')
+reward(value=1, metrics={{'connects': connects}})"
+    );
+    let mut lacks = None;
+    let (rollouts, _) = run(&script, |config, _| {
+        let folder = config.folder.as_ref().unwrap();
+        // Root's programs run as another user.
+        fs::set_permissions(folder, Permissions::from_mode(0o755)).unwrap();
+        config.isolation = isolated(network);
+        let mut strict = config.clone();
+        strict.isolation.as_mut().unwrap().require_isolation = true;
+        lacks = strict.check_files().err();
+    });
+    if let Some(lacks) = &lacks {
+        eprintln!("not tried: {lacks:#}");
+    }
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        assert_eq!((&episode.end, reward(rollout)), (&EpisodeEnd::Done, 1.));
+        let connects = network == Network::Host || lacks.is_some();
+        assert_eq!(episode.metrics["connects"], f64::from(u8::from(connects)));
+    }
+}
+
+#[rstest]
+#[case::no_network(
+    AgentConfig { isolation: isolated(Network::None), ..agent() },
+    "isolation.network: none, must be loopback or host"
+)]
+#[case::no_command(
+    AgentConfig { isolation: isolated(Network::Host), command: Vec::new(), ..agent() },
+    "isolation: given, must be absent without a command"
+)]
+#[case::another_address(
+    AgentConfig {
+        isolation: isolated(Network::Loopback),
+        listen: ([192, 0, 2, 1], 8000).into(),
+        ..agent()
+    },
+    "listen: 192.0.2.1:8000, must be a loopback address"
+)]
+fn an_isolated_agent_must_reach_the_server(#[case] config: AgentConfig, #[case] words: &str) {
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with(words), "{error}");
+}
+
+fn agent() -> AgentConfig {
+    AgentConfig {
+        command: vec!["true".to_owned()],
+        ..AgentConfig::default()
+    }
 }

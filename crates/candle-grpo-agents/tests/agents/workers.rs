@@ -1,7 +1,9 @@
 //! Agents' processes that play several episodes.
 
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 
+use candle_grpo_rewards::program::{IsolationConfig, Network};
 use candle_grpo_train::FinishReason;
 use candle_grpo_train::environment::{AgentConfig, EpisodeEnd, SessionScope};
 use candle_grpo_train::rollout::{PromptRequest, Rollout};
@@ -32,13 +34,25 @@ while True:
 
 /// Plays `count` episodes in two batches.
 fn run(body: &str, workers: usize, count: u64) -> anyhow::Result<Vec<Rollout>> {
+    run_isolated(body, workers, count, None)
+}
+
+fn run_isolated(
+    body: &str,
+    workers: usize,
+    count: u64,
+    isolation: Option<IsolationConfig>,
+) -> anyhow::Result<Vec<Rollout>> {
     let folder = TempDir::new().unwrap();
+    // Root's isolated programs run as another user.
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
     fs::write(folder.path().join("agent.py"), LOOP.replace("PLAY", body)).unwrap();
     let config = AgentConfig {
         command: ["python3", "-S", "agent.py"].map(str::to_owned).to_vec(),
         folder: Some(folder.path().to_owned()),
         session: SessionScope::Shared,
         workers,
+        isolation,
         ..AgentConfig::default()
     };
     let agents = agents(config, limits());
@@ -66,6 +80,21 @@ fn a_process_plays_many_episodes(#[case] workers: usize) {
     processes.sort_unstable();
     processes.dedup();
     assert!((1..=workers).contains(&processes.len()), "{processes:?}");
+}
+
+#[test]
+fn an_isolated_process_plays_many_episodes() {
+    let isolation = IsolationConfig {
+        network: Network::Loopback,
+        ..IsolationConfig::default()
+    };
+    let body = "say(\"so?\")\n    open(os.path.expanduser(\"~/new\"), \"w\")\n    reward(value=1, done=True)";
+    let rollouts = run_isolated(body, 2, 8, Some(isolation)).unwrap();
+    assert_eq!(rollouts.len(), 8);
+    for rollout in &rollouts {
+        let episode = rollout.episode.as_ref().unwrap();
+        assert_eq!((&episode.end, episode.reward()), (&EpisodeEnd::Done, 1.));
+    }
 }
 
 #[test]

@@ -2,12 +2,11 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::process::Command;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 
 use super::sandbox::Sandbox;
 use crate::program::Running;
@@ -60,6 +59,8 @@ pub(super) struct Job<'a> {
     pub(super) input: Vec<u8>,
     /// Number of its processes that do not count toward the limit.
     pub(super) helpers: u64,
+    /// If true, the line `ready` comes before its stderr.
+    pub(super) announced: bool,
 }
 
 /// End of an execution.
@@ -112,33 +113,13 @@ impl Sandbox {
     }
 
     fn attempt(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome, NotRun> {
-        let folder = tempfile::Builder::new().prefix("candle-grpo-").tempdir();
-        let folder = folder
-            .context("making a temporary directory")
-            .map_err(NotRun::Sandbox)?;
-        let limits = &self.limits;
-        let bytes = (limits.memory_mib + limits.disk_mib) << 20;
-        let cgroup = self.cgroups.as_ref().map(|cgroups| cgroups.make(bytes));
-        let cgroup = cgroup.transpose().map_err(NotRun::Sandbox)?;
-
+        let place = self.place().map_err(NotRun::Sandbox)?;
         let start = || -> Result<(Running, Receiver<Event>)> {
-            let (root, files) = (folder.path().join("root"), folder.path().join("files"));
-            fs::create_dir(&root)?;
-            fs::create_dir(&files)?;
             if let Some((name, text)) = job.file {
-                fs::write(files.join(name), text)?;
+                fs::write(place.files().join(name), text)?;
             }
-            let cgroup = cgroup.as_ref().map(|cgroup| cgroup.path());
-            let line = self.command_line(job, &files, &root, cgroup);
-            let [name, arguments @ ..] = line.as_slice() else {
-                bail!("command: empty");
-            };
-            let mut command = Command::new(name);
-            command
-                .args(arguments)
-                .current_dir(&files)
-                .env_clear()
-                .envs(ENVIRONMENT);
+            let mut command = self.command(job, &place)?;
+            command.env_clear().envs(ENVIRONMENT);
             let mut running = Running::start(&mut command, |command| self.spawn(command))?;
             let events = connect(&mut running, job.input.clone())?;
             Ok((running, events))
@@ -156,13 +137,7 @@ impl Sandbox {
                 )
             {}
         }
-        drop(cgroup);
-        let path = folder.path().to_path_buf();
-        if folder.close().is_err() {
-            // A program without isolation may have removed its own permissions.
-            let remove = "chmod -R u+rwx \"$0\"; rm -rf \"$0\"";
-            let _ = Command::new("sh").args(["-c", remove]).arg(&path).output();
-        }
+        drop(place);
         outcome
     }
 

@@ -19,6 +19,8 @@ mkdir "$root/dev" "$root/dev/shm" "$root/proc" "$root/tmp" "$root/work" "$root/o
 for folder in work tmp dev/shm; do
   mount --bind "$root/$folder" "$root/$folder"
 done
+cp -R "$files/." "$root/work"
+[ "$kind" = user ] || chown -R 65534:65534 "$root/work"
 while [ "$1" != -- ]; do
   path=$1
   shift
@@ -45,7 +47,6 @@ for device in null zero random urandom; do
   : > "$root/dev/$device"
   mount --bind "/dev/$device" "$root/dev/$device"
 done
-cp -R "$files/." "$root/work"
 
 cd "$root"
 # Some containers forbid it. Programs rarely need it.
@@ -60,7 +61,6 @@ cd /
 umount -l /old
 rmdir /old
 chmod 1777 /tmp /dev/shm
-[ "$kind" = user ] || chown -R 65534:65534 /work
 mount -o remount,bind,ro,nosuid,nodev /
 
 # The last user namespace is that of the program, which cannot make others: in one of its own it

@@ -40,7 +40,10 @@ impl Default for CodeLimits {
 }
 
 impl CodeLimits {
-    pub(super) fn validate(&self) -> Checked {
+    /// Maximum value for limits that are whole numbers.
+    pub(crate) const LARGEST: u64 = 1 << 30;
+
+    pub(crate) fn validate(&self) -> Checked {
         check(
             self.time_seconds > 0. && self.time_seconds <= 1e6,
             "time_seconds",
@@ -55,7 +58,7 @@ impl CodeLimits {
             ("disk_mib", self.disk_mib),
         ];
         whole.into_iter().try_for_each(|(name, value)| {
-            let valid = (1..=1 << 30).contains(&value);
+            let valid = (1..=Self::LARGEST).contains(&value);
             check(valid, name, value, "be from 1 to 2^30")
         })
     }

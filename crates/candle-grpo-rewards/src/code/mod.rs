@@ -5,7 +5,10 @@ mod case;
 mod cgroup;
 mod domain;
 mod execution;
+pub(crate) mod isolation;
 mod limits;
+mod loopback;
+mod place;
 mod python;
 mod sandbox;
 mod statements;
@@ -32,12 +35,13 @@ use self::sandbox::{Probed, Sandbox, real_path};
 use super::options::{RewardInputs, RewardOptions};
 use super::weighted::in_parallel;
 use super::{AnswerPlace, Score};
-use crate::program::Program;
+use crate::program::{Network, Program};
 use crate::{Progress, RewardFunction, Sample};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
 
 pub use self::limits::CodeLimits;
+pub(crate) use self::place::Place;
 
 /// Placeholder in `command` for the program file.
 const FILE: &str = "{file}";
@@ -263,7 +267,7 @@ impl CodeReward {
         };
         visible.extend(command.first().map(PathBuf::from));
         visible.extend_from_slice(&config.visible);
-        let Probed { sandbox, lacks } = Sandbox::probe(config.limits, &visible)?;
+        let Probed { sandbox, lacks } = Sandbox::probe(config.limits, &visible, Network::None)?;
         if let Some(lacks) = &lacks {
             ensure!(
                 !config.require_isolation,
@@ -314,6 +318,7 @@ impl CodeReward {
                     file: None,
                     input: Vec::new(),
                     helpers: 0,
+                    announced: true,
                 };
                 self.sandbox.run(&job, &NoProgress)?.end == End::Exited(true)
             }
@@ -355,6 +360,7 @@ impl CodeReward {
             file: Some((name, program)),
             input: Vec::new(),
             helpers: 0,
+            announced: true,
         };
         let command: Vec<String> = match (&self.config.command, case) {
             (None, Case::Output { input, .. }) => {

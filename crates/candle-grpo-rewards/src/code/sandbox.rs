@@ -1,18 +1,21 @@
 //! Program isolation, as far as the machine supports it.
 
 use std::io;
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::thread;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 
 use super::CodeLimits;
 use super::cgroup::Cgroups;
-use super::domain;
 use super::execution::{End, Job};
+use super::place::Place;
 use super::system_calls::Filter;
+use super::{domain, loopback};
+use crate::program::Network;
 use candle_grpo_base::progress::NoProgress;
 
 const ISOLATE: &str = include_str!("isolate.sh");
@@ -54,7 +57,8 @@ pub(super) struct Sandbox {
     has_domain: bool,
     pub(super) limits: CodeLimits,
     visible: Vec<PathBuf>,
-    pub(super) cgroups: Option<Cgroups>,
+    network: Network,
+    cgroups: Option<Cgroups>,
 }
 
 /// A sandbox, and a sentence about the protection that it lacks.
@@ -67,14 +71,22 @@ pub(super) struct Probed {
 const MAKES_NAMESPACES: &str = "they can make user namespaces, in which they have all rights: the \
      limit of the disk and the missing network do not hold there";
 
+/// Abilities of programs whose loopback interface must be their own, and is not.
+const USES_NETWORK: &str = "they can use the network of this machine: only root gives them a \
+     loopback interface of their own";
+
 impl Sandbox {
     /// Creates the best sandbox that this machine supports, by trying. Isolated programs can read
-    /// the system directories and `visible`.
+    /// the system directories and `visible`, and have this network.
     ///
     /// # Errors
     ///
     /// Fails if not even a program without isolation can be started.
-    pub(super) fn probe(limits: CodeLimits, visible: &[PathBuf]) -> Result<Probed> {
+    pub(super) fn probe(
+        limits: CodeLimits,
+        visible: &[PathBuf],
+        network: Network,
+    ) -> Result<Probed> {
         let filter = Filter::new();
         let unfiltered = filter.as_ref().err().map(|error| {
             format!(
@@ -83,7 +95,8 @@ impl Sandbox {
             )
         });
         let probed = |sandbox, lacks: Option<String>| {
-            let lacks: Vec<String> = lacks.into_iter().chain(unfiltered).collect();
+            let lacks = lacks.into_iter().filter(|text| !text.is_empty());
+            let lacks: Vec<String> = lacks.chain(unfiltered).collect();
             let lacks = Some(lacks.join("; ")).filter(|lacks| !lacks.is_empty());
             Ok(Probed { sandbox, lacks })
         };
@@ -93,6 +106,7 @@ impl Sandbox {
             has_domain: false,
             limits,
             visible: visible_paths(visible),
+            network,
             cgroups: None,
         };
         let mut reason = None;
@@ -102,10 +116,15 @@ impl Sandbox {
             sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
             match sandbox.try_start() {
                 Ok(()) if sandbox.limits_processes()? => {
-                    let lacks = sandbox
-                        .makes_namespaces()?
-                        .then(|| MAKES_NAMESPACES.to_owned());
-                    return probed(sandbox, lacks);
+                    let lacks = [
+                        (sandbox.makes_namespaces()?, MAKES_NAMESPACES),
+                        (sandbox.shares_network(), USES_NETWORK),
+                    ];
+                    let lacks: Vec<&str> = lacks
+                        .into_iter()
+                        .filter_map(|(is_so, text)| is_so.then_some(text))
+                        .collect();
+                    return probed(sandbox, Some(lacks.join("; ")));
                 }
                 Ok(()) => {
                     limited.get_or_insert_with(|| sandbox.clone());
@@ -197,6 +216,7 @@ impl Sandbox {
             file: None,
             input: Vec::new(),
             helpers: 0,
+            announced: true,
         };
         let limits = CodeLimits {
             time_seconds: 30.,
@@ -214,20 +234,49 @@ impl Sandbox {
         ))
     }
 
-    /// Starts a line from [`Self::command_line`].
-    ///
-    /// A filter and a domain belong to a thread and to what it starts. Therefore, a thread that
-    /// does nothing else starts the program. This process needs no `fork`, which would copy its
-    /// page tables.
+    /// Returns whether a program that must only use its own loopback interface has this machine's.
+    fn shares_network(&self) -> bool {
+        self.network == Network::Loopback && self.isolation != Isolation::Root
+    }
+
+    /// Creates the directories and the cgroup for an execution.
+    pub(super) fn place(&self) -> Result<Place> {
+        let bytes = (self.limits.memory_mib + self.limits.disk_mib) << 20;
+        let cgroup = self.cgroups.as_ref().map(|cgroups| cgroups.make(bytes));
+        Place::new(cgroup.transpose()?)
+    }
+
+    /// Starts a command from [`Self::command`].
     pub(super) fn spawn(&self, command: &mut Command) -> io::Result<Child> {
+        self.spawn_with_server(command, None)
+            .map(|(child, _)| child)
+    }
+
+    /// Starts a command as [`Self::spawn`] does. If the program has a loopback interface of its
+    /// own, returns a listener there at `server`.
+    ///
+    /// A network, a filter and a domain belong to a thread and to what it starts. Therefore, a
+    /// thread that does nothing else starts the program. This process needs no `fork`, which would
+    /// copy its page tables.
+    pub(super) fn spawn_with_server(
+        &self,
+        command: &mut Command,
+        server: Option<SocketAddr>,
+    ) -> io::Result<(Child, Option<TcpListener>)> {
+        let has_own = self.network == Network::Loopback && !self.shares_network();
         on_thread(|| {
+            let listener = if has_own {
+                loopback::enter(server)?
+            } else {
+                None
+            };
             if self.has_domain {
                 domain::enter().map_err(io::Error::other)?;
             }
             if let Some(filter) = &self.filter {
                 filter.apply()?;
             }
-            command.spawn()
+            Ok((command.spawn()?, listener))
         })
     }
 
@@ -236,22 +285,22 @@ impl Sandbox {
         self.isolation != Isolation::Missing
     }
 
-    /// Returns the name and arguments that start a job with the files in `files`. `root` is an
-    /// empty directory.
-    pub(super) fn command_line(
-        &self,
-        job: &Job<'_>,
-        files: &Path,
-        root: &Path,
-        cgroup: Option<&Path>,
-    ) -> Vec<String> {
+    /// Returns the command that starts a job in `place`.
+    pub(super) fn command(&self, job: &Job<'_>, place: &Place) -> Result<Command> {
+        let line = self.command_line(job, place);
+        let (name, arguments) = line.split_first().context("command: empty")?;
+        let mut command = Command::new(name);
+        command.args(arguments).current_dir(place.files());
+        Ok(command)
+    }
+
+    fn command_line(&self, job: &Job<'_>, place: &Place) -> Vec<String> {
         let limits = &self.limits;
         let mut line: Vec<String> = Vec::new();
         let mut add = |words: &[&str]| line.extend(words.iter().map(|word| (*word).to_owned()));
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let namespaces = [
             "--mount",
-            "--net",
             "--ipc",
             "--uts",
             "--pid",
@@ -270,14 +319,18 @@ impl Sandbox {
             Isolation::Missing => {}
         }
         if self.is_isolated() {
+            if self.network == Network::None {
+                add(&["--net"]);
+            }
             let kind = match self.isolation {
                 Isolation::Root => "root",
                 _ => "user",
             };
-            let cgroup = cgroup.map(text).unwrap_or_default();
+            let (root, files) = (text(place.root()), text(place.files()));
+            let cgroup = place.cgroup().map(text).unwrap_or_default();
             let size = (limits.disk_mib << 20).to_string();
             let processes = (limits.processes + job.helpers).to_string();
-            add(&["sh", "-c", ISOLATE, "isolate", &text(root), &text(files)]);
+            add(&["sh", "-c", ISOLATE, "isolate", &root, &files]);
             add(&[&size, &cgroup, kind, &processes]);
             self.visible.iter().for_each(|path| add(&[&text(path)]));
             add(&["--"]);
@@ -295,7 +348,7 @@ impl Sandbox {
             "limits",
             &limits.cpu_seconds.to_string(),
         ]);
-        add(&[&blocks, &memory]);
+        add(&[&blocks, &memory, &job.announced.to_string()]);
         line.extend_from_slice(job.command);
         line
     }

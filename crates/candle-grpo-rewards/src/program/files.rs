@@ -18,11 +18,12 @@ const INTERPRETERS: [&str; 11] = [
 const PLAIN_OPTIONS: [&str; 7] = ["-u", "-B", "-E", "-I", "-O", "-s", "-S"];
 
 impl Program {
-    /// Checks that the directory, the program and its script exist. Starts nothing.
+    /// Checks that the directory, the program and its script exist, and that they can be isolated.
+    /// Does not start the program.
     ///
     /// # Errors
     ///
-    /// Fails if one is missing.
+    /// Fails if one is missing, or if isolation is required and does not work.
     pub fn check_files(&self) -> Result<()> {
         if let Some(folder) = &self.folder {
             check(
@@ -33,7 +34,7 @@ impl Program {
             )?;
         }
         let Some(name) = self.command.first() else {
-            return Ok(self.validate()?);
+            return self.validate();
         };
         check(
             self.find_program(name).is_some(),
@@ -53,6 +54,10 @@ impl Program {
                 path.display(),
                 "be a file that exists",
             )?;
+        }
+        #[cfg(feature = "code")]
+        if let Some(isolation) = &self.isolation {
+            crate::code::isolation::check(isolation, self)?;
         }
         Ok(())
     }
@@ -99,16 +104,20 @@ impl Program {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return None;
         };
-        let name = Path::new(name).file_stem()?.to_str()?;
-        let name = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
-        if !INTERPRETERS.contains(&name) {
-            return None;
-        }
+        interpreter_name(Path::new(name))?;
         let script = arguments
             .iter()
             .find(|argument| !PLAIN_OPTIONS.contains(&argument.as_str()))?;
         Some(script.as_str()).filter(|script| !script.starts_with('-'))
     }
+}
+
+/// Returns the name of an interpreter without its version, if `path` is one.
+pub(crate) fn interpreter_name(path: &Path) -> Option<&'static str> {
+    let name = path.file_stem()?.to_str()?;
+    let name = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+    let mut known = INTERPRETERS.into_iter();
+    known.find(|known| *known == name)
 }
 
 /// Returns whether `path` is a file that the system can execute.

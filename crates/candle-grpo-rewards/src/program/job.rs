@@ -1,6 +1,7 @@
 //! Programs that read one input and exit.
 
 use std::io::Write;
+use std::net::TcpListener;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -37,6 +38,11 @@ impl Job {
             errors,
             readers: [output_reader, error_reader],
         })
+    }
+
+    /// Takes the listener at [`Program::server`] in the program's own network, if it has one.
+    pub fn take_server(&mut self) -> Option<TcpListener> {
+        self.running.take_server()
     }
 
     /// Returns the exit status, if the program has ended.

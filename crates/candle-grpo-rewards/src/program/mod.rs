@@ -7,6 +7,7 @@
 mod files;
 mod group;
 mod imports;
+mod isolation;
 mod job;
 mod lines;
 mod pool;
@@ -16,14 +17,18 @@ mod sink;
 mod tail;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
-use candle_grpo_base::secrets;
+use candle_grpo_base::{secrets, within};
 use candle_grpo_core::validate::{Checked, check};
 
+#[cfg(feature = "code")]
+pub(crate) use files::interpreter_name;
+pub use isolation::{IsolationConfig, Network};
 pub use job::Job;
 pub use lines::Lines;
 pub use pool::ProgramPool;
@@ -51,6 +56,11 @@ pub struct Program {
     pub limit: Duration,
     /// Additional time for the first answer.
     pub start_limit: Duration,
+    /// Isolation; absent: none.
+    pub isolation: Option<IsolationConfig>,
+    /// Address at which the program reaches a server of this process. With a loopback interface of
+    /// its own, [`Job::take_server`] returns the listener there.
+    pub server: Option<SocketAddr>,
 }
 
 impl Program {
@@ -62,35 +72,65 @@ impl Program {
             folder: folder.cloned(),
             limit: seconds(limit),
             start_limit: seconds(start_limit),
+            isolation: None,
+            server: None,
         }
     }
 
-    /// Checks that a program is named.
-    pub fn validate(&self) -> Checked {
+    /// Isolates it.
+    #[must_use]
+    pub fn with_isolation(self, isolation: Option<&IsolationConfig>) -> Self {
+        Self {
+            isolation: isolation.cloned(),
+            ..self
+        }
+    }
+
+    /// Checks that a program is named, and the isolation options.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no program, or an option is invalid.
+    pub fn validate(&self) -> Result<()> {
         check(
             self.command.first().is_some_and(|name| !name.is_empty()),
             "command",
             format_args!("{:?}", self.command),
             "begin with the name of a program",
-        )
+        )?;
+        match &self.isolation {
+            Some(isolation) => isolation
+                .validate()
+                .map_err(|error| within("isolation", error.into())),
+            None => Ok(()),
+        }
     }
 
     /// Starts it in its own group, with pipes, without variables that hold keys, and with
     /// `variables`.
     fn spawn(&self, variables: &[(&str, String)]) -> Result<Running> {
+        #[cfg(feature = "code")]
+        if let Some(isolation) = &self.isolation {
+            return crate::code::isolation::start(isolation, self, variables);
+        }
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
         };
         let mut command = Command::new(name);
         command.args(arguments);
-        for variable in secrets::hidden_variables() {
-            command.env_remove(variable);
-        }
-        command.envs(variables.iter().map(|(name, value)| (name, value)));
+        self.set_environment(&mut command, variables);
         if let Some(folder) = &self.folder {
             command.current_dir(folder);
         }
         Running::start(&mut command, Command::spawn)
+    }
+
+    /// Removes variables that hold keys, and adds `variables`.
+    pub(crate) fn set_environment(&self, command: &mut Command, variables: &[(&str, String)]) {
+        for variable in secrets::hidden_variables() {
+            command.env_remove(variable);
+        }
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
     }
 
     /// Starts it.

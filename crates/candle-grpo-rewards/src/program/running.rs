@@ -1,6 +1,7 @@
 //! A running program's processes.
 
 use std::io;
+use std::net::TcpListener;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -8,6 +9,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 
 use super::group::ProcessGroup;
+#[cfg(feature = "code")]
+use crate::code::Place;
 use candle_grpo_base::clock::running_time;
 
 /// Interval between checks.
@@ -20,6 +23,11 @@ const LAST_OUTPUT: Duration = Duration::from_secs(1);
 pub(crate) struct Running {
     child: Child,
     group: ProcessGroup,
+    /// Directories that the program uses until it has ended.
+    #[cfg(feature = "code")]
+    place: Option<Place>,
+    /// Listener in the program's own network.
+    server: Option<TcpListener>,
 }
 
 impl Running {
@@ -36,7 +44,26 @@ impl Running {
         group.add(command);
         let child = spawn(command);
         let child = child.with_context(|| format!("starting {:?}", command.get_program()))?;
-        Ok(Self { child, group })
+        Ok(Self {
+            child,
+            group,
+            #[cfg(feature = "code")]
+            place: None,
+            server: None,
+        })
+    }
+
+    /// Removes `place` after the program has been killed.
+    #[cfg(feature = "code")]
+    pub(crate) fn isolated(mut self, place: Place, server: Option<TcpListener>) -> Self {
+        self.place = Some(place);
+        self.server = server;
+        self
+    }
+
+    /// Takes the listener in the program's own network, if it has one.
+    pub(super) fn take_server(&mut self) -> Option<TcpListener> {
+        self.server.take()
     }
 
     /// Takes the pipes to stdin, stdout and stderr.

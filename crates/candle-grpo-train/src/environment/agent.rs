@@ -9,7 +9,7 @@ use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{SessionScope, ToolFormat};
-use candle_grpo_rewards::program::Program;
+use candle_grpo_rewards::program::{IsolationConfig, Network, Program};
 
 /// Options for agents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -26,6 +26,8 @@ pub struct AgentConfig {
     pub workers: usize,
     /// Working directory for the program; absent: this process's.
     pub folder: Option<PathBuf>,
+    /// Isolation for the program, whose `network` must be `loopback` or `host`. Absent: none.
+    pub isolation: Option<IsolationConfig>,
     /// Server address and port; port 0 selects a free one. An address other than this machine's
     /// lets other machines sample from the policy, with a key only.
     #[serde(deserialize_with = "address")]
@@ -58,6 +60,7 @@ impl Default for AgentConfig {
             session: SessionScope::Episode,
             workers: 1,
             folder: None,
+            isolation: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             api_key_env: None,
             format: ToolFormat::default(),
@@ -80,6 +83,18 @@ impl AgentConfig {
     pub fn validate(&self) -> Result<()> {
         if !self.command.is_empty() {
             self.program().validate()?;
+        }
+        if let Some(isolation) = &self.isolation {
+            let must = "be absent without a command: agents start by themselves";
+            check(!self.command.is_empty(), "isolation", "given", must)?;
+            let reaches = isolation.network != Network::None;
+            let must = "be loopback or host: agents call the server of this process";
+            check(reaches, "isolation.network", "none", must)?;
+            let ip = self.listen.ip();
+            let is_local = ip.is_loopback() || ip.is_unspecified();
+            let fits = is_local || isolation.network == Network::Host;
+            let must = "be a loopback address or 0.0.0.0 with isolation.network: loopback";
+            check(fits, "listen", self.listen, must)?;
         }
         let is_named = self.api_key_env.as_deref() != Some("");
         let must = "be the name of an environment variable, or absent";
@@ -118,6 +133,7 @@ impl AgentConfig {
     pub fn program(&self) -> Program {
         let limit = self.time_limit_seconds;
         Program::new(&self.command, self.folder.as_ref(), limit, limit)
+            .with_isolation(self.isolation.as_ref())
     }
 }
 

@@ -15,7 +15,9 @@ use super::{
 };
 use crate::data::question::with_text_content;
 use crate::{Interrupted, Progress};
-use candle_grpo_rewards::program::{Answer, Program, ProgramPool, Unusable, check_limits, quoted};
+use candle_grpo_rewards::program::{
+    Answer, IsolationConfig, Program, ProgramPool, Unusable, check_limits, quoted,
+};
 
 /// Options for [`ProgramEnvironments`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +29,9 @@ pub struct ProgramEnvironmentConfig {
     /// Its working directory. Absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
+    /// Isolation for the program. Absent: none.
+    #[serde(default)]
+    pub isolation: Option<IsolationConfig>,
     /// Number of processes. All requests for one trajectory go to the same one.
     #[serde(default = "workers")]
     pub workers: usize,
@@ -68,6 +73,7 @@ impl ProgramEnvironmentConfig {
     pub(super) fn program(&self) -> Program {
         let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
         Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
+            .with_isolation(self.isolation.as_ref())
     }
 }
 

@@ -55,7 +55,7 @@ impl TrackerConfig {
             limit,
             must,
         )?;
-        Ok(self.program().validate()?)
+        self.program().validate()
     }
 
     /// Checks that the program and its script exist.

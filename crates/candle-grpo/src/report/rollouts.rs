@@ -72,7 +72,7 @@ fn groups(step: &[RolloutRecord]) -> String {
             0 => "–".to_owned(),
             n => short(rewards.iter().sum::<f64>() / n as f64),
         };
-        let prompt = &group[0].prompt;
+        let prompt = prompt(&group[0]);
         let _ = write!(
             html,
             "<details{}><summary><b>{mean}</b> {}</summary>\n<pre class=\"prompt\">{}</pre>\n",
@@ -81,7 +81,7 @@ fn groups(step: &[RolloutRecord]) -> String {
             text(prompt)
         );
         for record in group.iter().take(COMPLETIONS) {
-            html.push_str(&completion(record));
+            html.push_str(&completion(record, prompt));
         }
         html.push_str(&more(group.len(), COMPLETIONS, "completions"));
         html.push_str("</details>\n");
@@ -90,7 +90,21 @@ fn groups(step: &[RolloutRecord]) -> String {
     html
 }
 
-fn completion(record: &RolloutRecord) -> String {
+/// Returns the prompt with which a trajectory begins.
+fn prompt(record: &RolloutRecord) -> &str {
+    let mut branches = record.branches.iter();
+    let first = match record.after {
+        Some(_) => branches.find(|branch| branch.after.is_none()),
+        None => None,
+    };
+    let first = first.and_then(|branch| branch.turns.first());
+    let first = first.filter(|part| part.role == TurnRole::Environment);
+    first.map_or(&record.prompt, |part| &part.text)
+}
+
+/// Returns a completion. Shows its prompt if it is not `of_group`: the agents in a group may begin
+/// in different ways.
+fn completion(record: &RolloutRecord, of_group: &str) -> String {
     let number = |value: Option<f64>| value.map_or("–".to_owned(), short);
     let mut html = format!(
         "<div class=\"completion\"><p><b>{}</b> advantage {}, {} tokens, {}",
@@ -107,6 +121,10 @@ fn completion(record: &RolloutRecord) -> String {
         let _ = write!(html, ", {} {}", escape(name), number(reward.map(f64::from)));
     }
     html.push_str("</p>\n");
+    if record.after.is_none() && record.prompt != of_group {
+        let own = text(&record.prompt);
+        let _ = writeln!(html, "<pre class=\"prompt\">{own}</pre>");
+    }
     if record.turns.is_empty() {
         let _ = writeln!(html, "<pre>{}</pre>", text(&record.completion));
     }
@@ -114,7 +132,7 @@ fn completion(record: &RolloutRecord) -> String {
     let branches = record.branches.iter();
     let branches = branches.map(|branch| (branch.after, branch.turns.as_slice()));
     let rows: Vec<(Option<BranchPlace>, &[RolloutTurn])> = once(own).chain(branches).collect();
-    branches_after(None, &rows, &mut html);
+    branches_after(None, &rows, of_group, &mut html);
     html.push_str("</div>\n");
     html
 }
@@ -124,6 +142,7 @@ fn completion(record: &RolloutRecord) -> String {
 fn branches_after(
     place: Option<BranchPlace>,
     rows: &[(Option<BranchPlace>, &[RolloutTurn])],
+    of_group: &str,
     html: &mut String,
 ) {
     let continuing = rows.iter().enumerate();
@@ -135,12 +154,16 @@ fn branches_after(
             ""
         });
         let mut turns = 0;
-        for part in *parts {
+        // The group shows its prompt.
+        let is_prompt = |part: &&RolloutTurn| {
+            place.is_none() && part.role == TurnRole::Environment && part.text == of_group
+        };
+        for part in parts.iter().skip_while(is_prompt) {
             html.push_str(&turn(part));
             if part.role == TurnRole::Policy {
                 turns += 1;
                 let place = Some(BranchPlace { row, turns });
-                branches_after(place, rows, html);
+                branches_after(place, rows, of_group, html);
             }
         }
         html.push_str(if is_branch { "</div>\n" } else { "" });
@@ -152,9 +175,9 @@ fn turn(turn: &RolloutTurn) -> String {
         TurnRole::Policy => "policy",
         TurnRole::Environment => "environment",
     };
-    let reward = turn
-        .reward
-        .map_or(String::new(), |reward| format!(" {}", short(reward)));
+    let reward = turn.reward.map_or(String::new(), |reward| {
+        format!(", reward {}", short(reward))
+    });
     format!(
         "<pre class=\"{role}\"><b>{role}{reward}</b> {}</pre>\n",
         text(&turn.text)

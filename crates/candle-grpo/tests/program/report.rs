@@ -234,7 +234,7 @@ fn completions_of_training_are_shown_by_step_and_group() {
         3 * 2 * 3
     );
     assert_eq!(
-        page.matches("<pre class=\"policy\"><b>policy 0.25</b> call ")
+        page.matches("<pre class=\"policy\"><b>policy, reward 0.25</b> call ")
             .count(),
         18
     );
@@ -271,7 +271,6 @@ fn branches_are_shown_below_the_turns_that_they_continue() {
     let branch = |rows: &[String]| format!("<div class=\"branch\">\n{}</div>\n", rows.concat());
     let third = branch(&[turn("policy", "third")]);
     let expected = branch(&[
-        turn("environment", "ask"),
         turn("policy", "plan"),
         branch(&[turn("policy", "last"), third]),
         turn("environment", "go on"),
@@ -280,12 +279,31 @@ fn branches_are_shown_below_the_turns_that_they_continue() {
     ]);
     let page = page_of_branches(&json!({"row": 1, "turns": 1}), &branches);
     assert!(page.contains(&expected), "{page}");
+    // The prompt is that of the first row, and is shown once.
+    assert!(page.contains("<pre class=\"prompt\">ask</pre>") && !page.contains("prompt of step"));
     // The row of the last turn is not a branch if it has the prompt.
     let page = page_of_branches(&Value::Null, &json!([]));
     assert!(page.contains(&turn("policy", "last")) && !page.contains("<div class=\"branch\">"));
     // Rows that continue each other.
     let page = page_of_branches(&json!({"row": 0, "turns": 1}), &json!([]));
     assert!(page.contains("9 tokens") && !page.contains(&turn("policy", "last")));
+}
+
+#[test]
+fn a_trajectory_shows_its_prompt_if_others_in_its_group_have_another() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 1, 1e-5);
+    let mut lines = rollouts(&[1], 1, 2, "x");
+    let mut other: Value = serde_json::from_str(&rollouts(&[1], 1, 1, "x")).unwrap();
+    other["prompt"] = json!("another");
+    lines += &other.to_string();
+    fs::write(folder.path().join("rollouts.jsonl"), lines).unwrap();
+    let page = report_html(&[Run::read(folder.path()).unwrap()]);
+    assert_eq!(page.matches("<pre class=\"prompt\">prompt of").count(), 1);
+    assert_eq!(
+        page.matches("<pre class=\"prompt\">another</pre>").count(),
+        1
+    );
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod forms;
 mod hostile;
+mod isolated_programs;
 mod languages;
 mod problems;
 mod table;

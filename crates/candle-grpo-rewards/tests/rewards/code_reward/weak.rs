@@ -8,11 +8,11 @@ use serde_json::json;
 use super::hostile::{kernel_calls_are_refused, reads_of_parents};
 use super::{NEVER, is_isolated, score, with_options};
 
-const PART: &str = "CANDLE_GRPO_TEST_CODE";
+pub(super) const PART: &str = "CANDLE_GRPO_TEST_CODE";
 
 /// Runs tests in a process with fewer rights. Returns `None` if that cannot start, and false if a
 /// test fails or no test has such a name.
-fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<bool> {
+pub(super) fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<bool> {
     let (name, arguments) = launcher.split_first().unwrap();
     let trial = Command::new(name)
         .args(arguments)
@@ -87,7 +87,7 @@ fn limits_hold_for_users_without_rights() {
 }
 
 /// In it no namespaces can be made.
-const WITHOUT_NAMESPACES: [&str; 6] = [
+pub(super) const WITHOUT_NAMESPACES: [&str; 6] = [
     "unshare",
     "--user",
     "--map-root-user",

@@ -9,7 +9,9 @@ use serde_json::{Map, Value, json};
 
 use super::super::program::{limit, workers};
 use super::{CallContext, Tool};
-use candle_grpo_rewards::program::{Answer, Failure, Program, ProgramPool, check_limits, quoted};
+use candle_grpo_rewards::program::{
+    Answer, Failure, IsolationConfig, Program, ProgramPool, check_limits, quoted,
+};
 
 /// Options for [`ProgramTool`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,6 +31,9 @@ pub struct ProgramToolConfig {
     /// Its working directory. Absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
+    /// Isolation for the program. Absent: none.
+    #[serde(default)]
+    pub isolation: Option<IsolationConfig>,
     /// Number of processes.
     #[serde(default = "workers")]
     pub workers: usize,
@@ -64,6 +69,7 @@ impl ProgramToolConfig {
     pub(super) fn program(&self) -> Program {
         let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
         Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
+            .with_isolation(self.isolation.as_ref())
     }
 }
 

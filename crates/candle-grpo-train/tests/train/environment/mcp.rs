@@ -90,7 +90,7 @@ for line in sys.stdin:
         send({"id": id, "result": text(count)})
 "#;
 
-fn config(fault: &str, more: Value) -> ToolsConfig {
+pub(super) fn config(fault: &str, more: Value) -> ToolsConfig {
     let command = json!(["python3", "-S", "-c", SERVER, fault]);
     let mut server = json!({"name": "fake", "command": command});
     if let (Value::Object(server), Value::Object(more)) = (&mut server, more) {
@@ -324,6 +324,7 @@ fn tools_of_two_servers_need_different_names() {
 #[case(json!({"name": "a", "url": "localhost:80"}), "mcp[0].url: \"localhost:80\", must begin with http://")]
 #[case(json!({"name": "a", "command": ["cat"], "workers": 2}), "mcp[0].workers: 2, must be 1 without session: shared")]
 #[case(json!({"name": "a", "command": ["cat"], "api_key_env": "KEY"}), "mcp[0].api_key_env: given, must be absent without url")]
+#[case(json!({"name": "a", "url": "http://a", "isolation": {}}), "mcp[0].isolation: given, must be absent with url")]
 #[case(json!({"name": "a", "command": ["cat"], "time_limit_seconds": 0}), "mcp[0].time_limit_seconds: 0, must be above 0")]
 fn options_of_a_server_are_checked(#[case] server: Value, #[case] words: &str) {
     let error = of_servers(json!([server])).validate().unwrap_err();

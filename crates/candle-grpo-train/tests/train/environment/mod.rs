@@ -2,6 +2,8 @@
 
 mod branches;
 mod contents;
+#[cfg(all(unix, feature = "code", feature = "mcp"))]
+mod isolation;
 mod loops;
 mod masks;
 #[cfg(all(unix, feature = "mcp"))]

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::super::super::SessionScope;
 use super::super::super::program::{limit, workers};
 use super::super::Tool;
-use candle_grpo_rewards::program::{Program, check_limits};
+use candle_grpo_rewards::program::{IsolationConfig, Program, check_limits};
 
 /// Options for a server whose tools the policy can call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,6 +29,9 @@ pub struct McpServerConfig {
     /// Working directory for the program; absent: this process's.
     #[serde(default)]
     pub folder: Option<PathBuf>,
+    /// Isolation for the program. Absent: none.
+    #[serde(default)]
+    pub isolation: Option<IsolationConfig>,
     /// URL of a server that speaks streamable HTTP.
     #[serde(default)]
     pub url: Option<String>,
@@ -76,6 +79,8 @@ impl McpServerConfig {
                     "given",
                     "be absent with url",
                 )?;
+                let must = "be absent with url: the server runs elsewhere";
+                check(self.isolation.is_none(), "isolation", "given", must)?;
             }
             None if self.command.is_empty() => {
                 return Err(Invalid::new("command", "[]", "be given, or url").into());
@@ -100,6 +105,7 @@ impl McpServerConfig {
     pub(super) fn program(&self) -> Program {
         let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
         Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
+            .with_isolation(self.isolation.as_ref())
     }
 }
 

@@ -1,0 +1,93 @@
+//! Options for isolated programs.
+
+use std::path::PathBuf;
+
+use candle_grpo_core::validate::Checked;
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "code")]
+use crate::CodeLimits;
+
+/// Isolation for a program and everything that it starts, on Linux.
+///
+/// The program gets a root directory of its own, in which it can read the system directories, its
+/// command, its working directory and [`Self::visible`]. It can write to `/work`, which is its
+/// home, `/tmp` and `/dev/shm`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct IsolationConfig {
+    /// `none`: no network. `loopback`: only its own processes, and for agents the server of this
+    /// process. `host`: this machine's network.
+    pub network: Network,
+    /// Additional files and directories that the program can read.
+    pub visible: Vec<PathBuf>,
+    /// Maximum virtual memory for each process, in MiB. If the run can create a cgroup, all
+    /// processes together also have this limit, in addition to `disk_mib`.
+    pub memory_mib: u64,
+    /// Maximum number of processes and threads at the same time.
+    pub processes: u64,
+    /// Maximum CPU time for each process, in seconds. Absent: no limit.
+    pub cpu_seconds: Option<u64>,
+    /// Maximum size for a file, and for all files together, in MiB.
+    pub disk_mib: u64,
+    /// If true, a machine that cannot isolate programs is an error. Otherwise, it is a warning.
+    pub require_isolation: bool,
+}
+
+/// An isolated program's network.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Network {
+    /// None.
+    #[default]
+    None,
+    /// A loopback interface of its own. Only root can provide it; for other users, this machine's
+    /// network remains, and isolation is incomplete.
+    Loopback,
+    /// This machine's.
+    Host,
+}
+
+impl Default for IsolationConfig {
+    fn default() -> Self {
+        Self {
+            network: Network::None,
+            visible: Vec::new(),
+            memory_mib: 4096,
+            processes: 64,
+            cpu_seconds: None,
+            disk_mib: 64,
+            require_isolation: false,
+        }
+    }
+}
+
+#[cfg(feature = "code")]
+impl IsolationConfig {
+    pub(super) fn validate(&self) -> Checked {
+        self.limits().validate()
+    }
+
+    /// Returns the limits, without those that [`Program`](super::Program) has.
+    pub(crate) fn limits(&self) -> CodeLimits {
+        CodeLimits {
+            cpu_seconds: self.cpu_seconds.unwrap_or(CodeLimits::LARGEST),
+            memory_mib: self.memory_mib,
+            processes: self.processes,
+            disk_mib: self.disk_mib,
+            ..CodeLimits::default()
+        }
+    }
+}
+
+#[cfg(not(feature = "code"))]
+impl IsolationConfig {
+    pub(super) fn validate(&self) -> Checked {
+        let must = "be absent: this program was built without the feature code";
+        candle_grpo_core::validate::check(false, "network", "given", must)
+    }
+}

@@ -1,0 +1,369 @@
+//! Programs of environments, tools and agents, isolated as those of the policy.
+
+use std::fs::{self, Permissions};
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::process::{Command, Stdio};
+
+use candle_grpo_rewards::program::{IsolationConfig, Lines, Network, Program};
+use candle_grpo_test_support::WATCHDOG;
+use rstest::rstest;
+use tempfile::TempDir;
+
+use super::weak::{PART, WITHOUT_NAMESPACES, again};
+use super::{NEVER, Witness, is_isolated, python};
+
+/// Small limits, which must hold.
+fn small() -> IsolationConfig {
+    IsolationConfig {
+        memory_mib: 256,
+        processes: 16,
+        disk_mib: 8,
+        require_isolation: true,
+        ..IsolationConfig::default()
+    }
+}
+
+/// A Python program in a directory of its own.
+fn program(script: &str, isolation: &IsolationConfig) -> (Program, TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    // Root's programs run as another user.
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    fs::write(folder.path().join("program.py"), script).unwrap();
+    let python = python()[0].as_str().unwrap().to_owned();
+    let command = [&python, "-s", "-S", "program.py"].map(str::to_owned);
+    let path = folder.path().to_owned();
+    let program = Program::new(&command, Some(&path), NEVER, NEVER);
+    (program.with_isolation(Some(isolation)), folder)
+}
+
+fn start(program: &Program) -> Lines {
+    program.start_lines(1 << 20, 16).unwrap()
+}
+
+/// Returns the program's next line, or the error for its end.
+fn line(lines: Lines) -> String {
+    match lines.receive(WATCHDOG) {
+        Ok(line) => line.unwrap(),
+        Err(end) => format!("{:#}", lines.stop(end.into())),
+    }
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").unwrap().uid() == 0
+}
+
+fn said(script: &str, isolation: &IsolationConfig) -> String {
+    let (program, _folder) = program(script, isolation);
+    line(start(&program))
+}
+
+/// Bounded, so that it does no harm if the limit does not hold.
+const FORKS: &str = "
+import os, time
+for n in range(60):
+    try:
+        pid = os.fork()
+    except OSError:
+        break
+    if pid == 0:
+        time.sleep(6000)
+print(n)";
+
+const LARGE: &str = "
+try:
+    x = bytearray(10 * 2**30)
+except MemoryError:
+    print('no memory')
+else:
+    print('a lot')";
+
+const FILES: &str = "
+try:
+    for n in range(40):
+        with open(f'/tmp/{n}', 'wb') as file:
+            file.write(bytes(1 << 20))
+except OSError:
+    pass
+print(4 < n < 9)";
+
+const RIGHTS: &str = r"
+import os, subprocess
+status = open('/proc/self/status').read()
+assert 'CapEff:\t0000000000000000' in status and 'NoNewPrivs:\t1' in status
+def tries(*command):
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+print(tries('mount', '-t', 'tmpfs', 'x', '/work'), tries('unshare', '--user', 'true'))";
+
+#[rstest]
+#[case::processes(FORKS, "15")]
+#[case::memory(LARGE, "no memory")]
+#[case::files(FILES, "True")]
+#[case::rights(RIGHTS, "False False")]
+fn limits_hold_for_an_isolated_program(#[case] script: &str, #[case] expected: &str) {
+    if is_isolated() {
+        assert_eq!(said(script, &small()), expected);
+    }
+}
+
+#[test]
+fn an_isolated_program_ends_with_its_cpu_time() {
+    if !is_isolated() {
+        return;
+    }
+    let isolation = IsolationConfig {
+        cpu_seconds: Some(1),
+        ..small()
+    };
+    let end = said("while True:\n    pass", &isolation);
+    assert!(end.contains("137"), "killed: {end}");
+}
+
+#[test]
+fn an_isolated_program_sees_its_own_files_only() {
+    if !is_isolated() {
+        return;
+    }
+    let other = tempfile::tempdir().unwrap();
+    fs::set_permissions(other.path(), Permissions::from_mode(0o755)).unwrap();
+    let secret = other.path().join("secret");
+    fs::write(&secret, "42").unwrap();
+    let script = format!(
+        "
+import os
+def works(action):
+    try:
+        return bool(action()) or True
+    except OSError:
+        return False
+secret = {secret:?}
+print([
+    works(lambda: open('program.py').read()),
+    works(lambda: open('new', 'w')),
+    works(lambda: open(secret).read()),
+    works(lambda: os.symlink(secret, '/tmp/link') or open('/tmp/link').read()),
+    works(lambda: open('/proc/1/root' + secret).read()),
+    works(lambda: open('/etc/new', 'w')),
+    works(lambda: open(os.path.expanduser('~/new'), 'w')),
+    os.path.exists('/root') or os.path.exists('/home'),
+])"
+    );
+    let expected = "[True, False, False, False, False, False, True, False]";
+    assert_eq!(said(&script, &small()), expected);
+    // What is listed is readable, also if it is in a directory that others cannot enter.
+    fs::set_permissions(other.path(), Permissions::from_mode(0o700)).unwrap();
+    let isolation = IsolationConfig {
+        visible: vec![secret.clone()],
+        ..small()
+    };
+    let script = format!("print(open({secret:?}).read())");
+    assert_eq!(said(&script, &isolation), "42");
+    // Without a directory, there are the files that the command names.
+    let (mut program, folder) = program("import os\nprint(os.listdir(FOLDER))", &small());
+    let path = folder.path().join("program.py");
+    let script = format!("import os\nprint(os.listdir({:?}))", folder.path());
+    fs::write(&path, script).unwrap();
+    fs::write(folder.path().join("answers.json"), "42").unwrap();
+    program.folder = None;
+    let last = program.command.last_mut().unwrap();
+    *last = path.display().to_string();
+    assert_eq!(line(start(&program)), "['program.py']");
+}
+
+/// Connects to this machine and to a server of the program's own.
+fn connects(port: u16) -> String {
+    format!(
+        "
+import socket
+def works(port):
+    try:
+        return bool(socket.create_connection(('127.0.0.1', port), 5))
+    except OSError:
+        return False
+own = socket.create_server(('127.0.0.1', 0))
+print(works({port}), works(own.getsockname()[1]))"
+    )
+}
+
+#[rstest]
+#[case(Network::None, "False False")]
+#[case(Network::Loopback, "False True")]
+#[case(Network::Host, "True True")]
+fn an_isolated_program_has_its_network(#[case] network: Network, #[case] expected: &str) {
+    if !is_isolated() || network == Network::Loopback && !is_root() {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let isolation = IsolationConfig { network, ..small() };
+    assert_eq!(said(&connects(port), &isolation), expected);
+}
+
+#[test]
+fn a_program_with_its_own_network_reaches_the_server() {
+    if !is_isolated() || !is_root() {
+        return;
+    }
+    // The address is free in the program's network.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    let script = format!(
+        "import socket\nserver = socket.create_connection(('127.0.0.1', {}))\nserver.sendall(b'hello')",
+        address.port()
+    );
+    let isolation = IsolationConfig {
+        network: Network::Loopback,
+        ..small()
+    };
+    let (mut program, _folder) = program(&script, &isolation);
+    program.server = Some(address);
+    let mut job = program.start_job(Vec::new(), &[]).unwrap();
+    let server = job.take_server().unwrap();
+    let mut text = String::new();
+    let (mut connection, _) = server.accept().unwrap();
+    connection.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "hello");
+    taken.set_nonblocking(true).unwrap();
+    assert!(taken.accept().is_err());
+}
+
+#[test]
+fn nothing_outlives_an_isolated_program() {
+    if !is_isolated() {
+        return;
+    }
+    let witness = Witness::new();
+    let isolation = IsolationConfig {
+        visible: vec![witness.folder.path().to_owned()],
+        ..small()
+    };
+    // A daemon, a bomb, and an attempt to kill everything.
+    let script = witness.seen_by(
+        "
+import signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(6000)
+    os._exit(0)
+try:
+    os.kill(-1, 0)
+except OSError:
+    pass
+print('started', flush=True)
+sys.stdin.readline()
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+",
+    );
+    let mut neighbor = Command::new("sleep")
+        .arg("6000")
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    let (program, _folder) = program(&script, &isolation);
+    let lines = start(&program);
+    assert_eq!(lines.receive(WATCHDOG).unwrap().unwrap(), "started");
+    lines.send(b"go\n".to_vec());
+    drop(lines);
+    witness.lines.wait_for_end();
+    assert!(neighbor.try_wait().unwrap().is_none());
+    neighbor.kill().unwrap();
+    neighbor.wait().unwrap();
+}
+
+#[test]
+fn a_program_that_outlives_nothing_leaves_no_files() {
+    if !is_isolated() {
+        return;
+    }
+    let script =
+        "import os\nopen('/work/left', 'w').write('x')\nprint(sorted(os.listdir('/work')))";
+    for _ in 0..2 {
+        assert_eq!(said(script, &small()), "['left']");
+    }
+}
+
+/// Users other than root have all limits but a loopback interface of their own.
+#[test]
+fn isolation_holds_for_users_without_rights() {
+    if std::env::var_os(PART).is_some() || !is_isolated() {
+        return;
+    }
+    let user = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"];
+    let works = [
+        &user[..],
+        &["unshare", "--user", "--map-root-user", "--mount"],
+    ]
+    .concat();
+    // A system may deny it to users.
+    if again(&works, &["no-such-test"], "").is_none() {
+        return;
+    }
+    let tests = ["isolated_programs"];
+    assert_ne!(again(&user, &tests, "user"), Some(false));
+}
+
+#[test]
+fn only_root_gives_a_loopback_interface() {
+    if std::env::var(PART).ok().as_deref() != Some("user") {
+        return;
+    }
+    let isolation = IsolationConfig {
+        network: Network::Loopback,
+        ..small()
+    };
+    let (program, _folder) = program("", &isolation);
+    let error = program.check_files().unwrap_err().to_string();
+    assert!(
+        error.contains("they can use the network of this machine"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_machine_without_namespaces_isolates_no_program() {
+    if std::env::var_os(PART).is_none() {
+        let name =
+            "code_reward::isolated_programs::a_machine_without_namespaces_isolates_no_program";
+        assert_ne!(again(&WITHOUT_NAMESPACES, &[name], "bare"), Some(false));
+        return;
+    }
+    if std::env::var(PART).unwrap() != "bare" {
+        return;
+    }
+    let (strict, _folder) = program("print('started')", &small());
+    for error in [
+        strict.check_files().unwrap_err(),
+        strict.start_lines(100, 1).err().unwrap(),
+    ] {
+        let error = error.to_string();
+        let start = "isolation.require_isolation: true, but programs are not isolated: ";
+        assert!(error.starts_with(start), "{error}");
+        assert!(error.contains("namespaces do not work here"), "{error}");
+    }
+    // Otherwise it runs, and the limits of each process remain.
+    let weak = IsolationConfig {
+        require_isolation: false,
+        ..small()
+    };
+    assert_eq!(said(LARGE, &weak), "no memory");
+    let home = "import os\nopen(os.path.expanduser('~/new'), 'w')\nprint(os.listdir('.'))";
+    assert_eq!(said(home, &weak), "['program.py']");
+}
+
+#[rstest]
+#[case(IsolationConfig { processes: 0, ..small() }, "isolation.processes: 0, must be from 1")]
+#[case(IsolationConfig { cpu_seconds: Some(0), ..small() }, "isolation.cpu_seconds: 0, must be from 1")]
+fn an_isolation_option_that_is_not_valid_is_named(
+    #[case] isolation: IsolationConfig,
+    #[case] words: &str,
+) {
+    let (program, _folder) = program("", &isolation);
+    let error = program.validate().unwrap_err().to_string();
+    assert!(error.starts_with(words), "{error}");
+}
