@@ -1,9 +1,8 @@
 //! Processes that play several episodes each.
 
 use anyhow::{Context, Result, bail};
+use candle_grpo_base::server::Key;
 use candle_grpo_rewards::program::{Job, Program};
-
-use crate::key::Key;
 
 /// Number of ends in a row, without an episode, after which a restart has no use.
 const MAX_ENDS: usize = 2;
