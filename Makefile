@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-candle-transformers test-model test-vllm test-llama test-agents test-hub test-config-defaults test-readers mpi test-mpi examples bench bench-raw bench-peers bench-agents bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-candle-transformers test-model test-vllm test-llama test-agents test-tinker test-hub test-config-defaults test-readers mpi test-mpi examples bench bench-raw bench-peers bench-agents bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -57,6 +57,9 @@ test-llama: ## run the tests against llama.cpp's server, which it compiles in .e
 
 test-agents: ## run the tests with packages of others: the clients of OpenAI and Anthropic, openai-agents, fastmcp, OpenEnv and verifiers, which it installs in .engines/; skips without a network
 	@CARGO="$(CARGO)" scripts/test-agents
+
+test-tinker: model ## run Tinker's client and recipes of its cookbook against grpo serve, which it installs in .engines/: 6 GB; skips without a network
+	@CARGO="$(CARGO)" scripts/test-tinker
 
 test-hub: ## compare the client of the hub with Hugging Face's Python library, which it installs in .engines/; skips without a network
 	@CARGO="$(CARGO)" scripts/test-hub

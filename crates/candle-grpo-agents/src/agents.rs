@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
+use candle_grpo_base::server::Key;
 use candle_grpo_train::environment::{AgentConfig, Conversation, EnvironmentLimits, SessionScope};
 use candle_grpo_train::rollout::{Play, Trajectories};
 use candle_grpo_train::{ChatTemplate, Rollout, SamplingConfig};
@@ -13,7 +14,6 @@ use tokenizers::Tokenizer;
 use crate::bell::Bell;
 use crate::endpoint::Endpoint;
 use crate::game::Game;
-use crate::key::Key;
 use crate::request::Request;
 use crate::workers::Workers;
 

@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_grpo_base::clock::running_time;
+use candle_grpo_base::server::Key;
 use candle_grpo_train::environment::OWN_METRICS;
 use serde_json::Value;
 use tokio::sync::watch;
 
 use crate::bell::Bell;
-use crate::key::Key;
 use crate::request::{Outcome, Refusal, Request};
 
 /// The server's side of an episode. The sampling thread has its tokens.

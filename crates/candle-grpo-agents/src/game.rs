@@ -16,11 +16,11 @@ use sha2::{Digest, Sha256};
 
 use crate::agents::Agents;
 use crate::episode::Episode;
-use crate::key::random_id;
 use crate::message::{ASSISTANT, Call, Message};
 use crate::process::Process;
 use crate::request::{Answer, DrawnToken, End, Refusal, Request};
 use crate::transcript::{Draft, Setting, Transcript, digest, first_64_bits};
+use candle_grpo_base::server::random_id;
 
 /// Interval between checks on processes and time limits.
 const POLL: Duration = Duration::from_millis(20);

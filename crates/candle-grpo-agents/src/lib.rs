@@ -34,7 +34,6 @@ mod dialect;
 mod endpoint;
 mod episode;
 mod game;
-mod key;
 mod message;
 mod process;
 mod request;

@@ -3,9 +3,10 @@
 use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
+use candle_grpo_base::server::Entrance;
 use candle_grpo_rewards::program::{Job, Program};
 
-use crate::endpoint::{Entrance, Entrances};
+use crate::endpoint::Entrances;
 
 /// An agent's process. Dropping it kills the process.
 pub(crate) struct Process {

@@ -1,8 +1,8 @@
 //! Requests and answers in one form for all dialects.
 
-use std::fmt;
 use std::sync::Arc;
 
+pub(crate) use candle_grpo_base::server::Refusal;
 use serde_json::Value;
 
 use crate::message::Message;
@@ -89,41 +89,3 @@ pub(crate) enum End {
 
 /// An answer, or the reason why there is none.
 pub(crate) type Outcome = Result<Arc<Answer>, Refusal>;
-
-/// Maximum number of characters that an error quotes from a wrong value.
-const SHOWN: usize = 200;
-
-/// The reason why a request gets no answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Refusal {
-    /// HTTP status.
-    pub(crate) status: u16,
-    pub(crate) code: &'static str,
-    /// Name of the wrong argument.
-    pub(crate) param: Option<String>,
-    pub(crate) message: String,
-}
-
-impl Refusal {
-    pub(crate) fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            status,
-            code,
-            param: None,
-            message: message.into(),
-        }
-    }
-
-    /// Reports an invalid argument as `{name}: {value}, must {must}`.
-    pub(crate) fn invalid(name: &str, value: impl fmt::Display, must: &str) -> Self {
-        let value: String = value.to_string().chars().take(SHOWN).collect();
-        Self {
-            param: Some(name.to_owned()),
-            ..Self::new(
-                400,
-                "invalid_value",
-                format!("{name}: {value}, must {must}"),
-            )
-        }
-    }
-}

@@ -1,10 +1,10 @@
 //! Processes that play several episodes each.
 
 use anyhow::{Result, bail};
+use candle_grpo_base::server::Key;
 use candle_grpo_rewards::program::Program;
 
 use crate::endpoint::Entrances;
-use crate::key::Key;
 use crate::process::Process;
 
 /// Number of ends in a row, without an episode, after which a restart has no use.

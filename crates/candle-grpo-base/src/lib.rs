@@ -10,6 +10,7 @@
 //! | [`large_integers`] | JSON integers that do not fit in 64 bits |
 //! | [`progress`] | progress reports and cancellation |
 //! | [`secrets`] | environment variables with keys, which programs do not inherit |
+//! | `server` | HTTP servers: connections, limits, keys; with the feature `server` |
 //! | [`workers`] | threads that work through a list of jobs |
 
 #![warn(clippy::missing_errors_doc)]
@@ -23,6 +24,8 @@ pub mod json;
 pub mod large_integers;
 pub mod progress;
 pub mod secrets;
+#[cfg(feature = "server")]
+pub mod server;
 mod server_url;
 mod template;
 pub mod workers;

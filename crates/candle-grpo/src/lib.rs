@@ -4,6 +4,7 @@
 //! | module | contents |
 //! | --- | --- |
 //! | `agents`, with the feature `agents` | your own programs, which call the policy over HTTP |
+//! | `tinker`, with the feature `tinker` | a server with the API of Tinker, for loops in Python |
 //! | [`base`] | what the libraries share: atomic files, progress and cancellation |
 //! | [`collective`] | operations between the processes in a job |
 //! | [`core`] | advantages from rewards and groups |
@@ -28,6 +29,8 @@ pub use candle_grpo_kernels as kernels;
 pub use candle_grpo_loss as loss;
 pub use candle_grpo_nn as nn;
 pub use candle_grpo_rewards as rewards;
+#[cfg(feature = "tinker")]
+pub use candle_grpo_tinker as tinker;
 pub use candle_grpo_train as train;
 
 pub mod config;

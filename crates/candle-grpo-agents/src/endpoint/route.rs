@@ -5,18 +5,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Limited};
+use candle_grpo_base::server::{authorize, read_body};
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, AUTHORIZATION, HOST, HeaderValue};
+use hyper::header::{ALLOW, HOST, HeaderValue};
 use hyper::{HeaderMap, Method, Request, Response};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use super::Episodes;
 use super::reply::{self, Reply};
-use super::{BODY_LIMIT, Episodes};
 use crate::dialect::Dialect;
 use crate::episode::{Episode, Identity};
-use crate::key::Key;
 use crate::request::Refusal;
 
 /// Time that a request for an episode waits for one.
@@ -111,7 +110,7 @@ async fn routed(
                 let message = "the run starts its agents itself (command)";
                 return Err(Refusal::new(404, "not_found", message));
             }
-            let worker = authorize(&episodes.keys, request.headers())?;
+            let worker = authorize(&episodes.keys, request.headers(), "episode")?;
             offer(episodes, worker, request.headers()).await
         }
         Route::Models(id) => {
@@ -140,48 +139,19 @@ fn model(name: &str) -> Value {
     json!({"id": name, "object": "model", "created": 0, "owned_by": "candle-grpo"})
 }
 
-/// Returns which of `keys` a request has.
-fn authorize(keys: &[Key], headers: &HeaderMap) -> Result<usize, Refusal> {
-    let bearer = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
-    let bearer = bearer.and_then(|value| {
-        let (scheme, key) = value.split_at_checked(7)?;
-        scheme.eq_ignore_ascii_case(b"bearer ").then_some(key)
-    });
-    let given = bearer.or_else(|| headers.get("x-api-key").map(HeaderValue::as_bytes));
-    let found = given.and_then(|given| keys.iter().position(|key| key.is(given)));
-    let message = "key: must be that of the episode, as a bearer token or in x-api-key";
-    found.ok_or_else(|| Refusal::new(401, "invalid_api_key", message))
-}
-
 /// Returns the episode that a request addresses, after checking its key.
 fn admitted(episodes: &Episodes, id: &str, headers: &HeaderMap) -> Result<Arc<Episode>, Refusal> {
     let episode = episodes.get(id);
     let message = "the episode does not exist, or has ended";
     let episode = episode.ok_or_else(|| Refusal::new(404, "episode_ended", message))?;
-    authorize(slice::from_ref(&episode.key), headers)?;
+    authorize(slice::from_ref(&episode.key), headers, "episode")?;
     episode.count()?;
     Ok(episode)
 }
 
 /// Reads a request's body.
 async fn body(episodes: &Episodes, request: Request<Incoming>) -> Result<Bytes, Refusal> {
-    let limit = episodes.max_request_bytes;
-    let collected = Limited::new(request.into_body(), limit).collect();
-    match tokio::time::timeout(BODY_LIMIT, collected).await {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-            let message = format!("body: more than {limit} bytes, max_request_bytes");
-            Err(Refusal::new(413, "request_too_large", message))
-        }
-        Ok(Err(error)) => {
-            let message = format!("body: cannot be read: {error}");
-            Err(Refusal::new(400, "invalid_body", message))
-        }
-        Err(_) => {
-            let message = format!("body: not there within {} seconds", BODY_LIMIT.as_secs());
-            Err(Refusal::new(408, "timeout", message))
-        }
-    }
+    read_body(request, episodes.max_request_bytes, "max_request_bytes").await
 }
 
 fn parsed(body: &[u8]) -> Result<Value, Refusal> {

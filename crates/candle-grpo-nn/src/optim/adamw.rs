@@ -469,6 +469,32 @@ impl AdamW {
         self.config.learning_rate = learning_rate;
     }
 
+    /// Sets the options for the next steps. The state stays.
+    ///
+    /// # Errors
+    ///
+    /// If an option is invalid, or [`AdamWConfig::state`] or [`AdamWConfig::master_weights`] is
+    /// another one.
+    pub fn set_config(&mut self, config: AdamWConfig) -> Result<()> {
+        config.validate()?;
+        if config.state != self.config.state {
+            bail!(
+                "state: {:?}, must stay {:?}",
+                config.state,
+                self.config.state
+            );
+        }
+        if config.master_weights != self.config.master_weights {
+            bail!(
+                "master_weights: {:?}, must stay {:?}",
+                config.master_weights,
+                self.config.master_weights
+            );
+        }
+        self.config = config;
+        Ok(())
+    }
+
     /// The options, with the learning rate for the next step.
     pub fn config(&self) -> &AdamWConfig {
         &self.config

@@ -116,6 +116,43 @@ fn the_learning_rate_of_a_schedule_is_that_of_the_next_step() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn new_options_are_those_of_the_next_step() -> Result<()> {
+    let parameters = ones()?;
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
+    optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
+    let without_decay = AdamWConfig {
+        learning_rate: 0.2,
+        weight_decay: 0.0,
+        ..by_hand(DecayRule::All)
+    };
+    optimizer.set_config(without_decay.clone())?;
+    optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
+    for (name, variable) in parameters.iter() {
+        assert_all(variable, 0.95 - 0.1 - 0.2, name)?;
+    }
+    for (other, words) in [
+        (
+            AdamWConfig {
+                state: StateForm::Blocks8,
+                ..without_decay.clone()
+            },
+            "state: Blocks8, must stay F32",
+        ),
+        (
+            AdamWConfig {
+                master_weights: MasterWeights::Bf16,
+                ..without_decay.clone()
+            },
+            "master_weights: Bf16, must stay F32",
+        ),
+    ] {
+        assert_eq!(message(optimizer.set_config(other)), words);
+        assert_eq!(optimizer.config(), &without_decay);
+    }
+    Ok(())
+}
+
 fn train(parameters: &Parameters, optimizer: &mut AdamW, steps: usize) -> Result<()> {
     let decoder = Decoder::new(&config(true), parameters.var_builder())?;
     let (ids, mask) = left_padded()?;

@@ -10,8 +10,9 @@ use candle_grpo_core::validate::{self as check, Name};
 use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
-    DistillationLoss, LinearDistillationOutput, LinearLogProb, OutputLayer, PolicyLoss, StepTotals,
-    TokenLogProbs, linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
+    DistillationLoss, LinearDistillationOutput, LinearLogProb, OutputLayer, PolicyBatch,
+    PolicyLoss, StepTotals, TokenLogProbs, linear_distillation_loss, linear_policy_loss,
+    sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::MasterWeights;
@@ -514,6 +515,23 @@ impl<M: LanguageModel> Output<'_, M> {
             Some(sum) => Ok(layer.with_weight_sum(sum)?),
             None => Ok(layer),
         }
+    }
+
+    /// Computes `policy_loss` at `targets` `[1, M]`, and accumulates the gradient of the output
+    /// weight. Returns the gradient of the states, and the loss with the log-probs `[1, M]`.
+    pub(super) fn policy_loss(
+        mut self,
+        policy_loss: &PolicyLoss,
+        targets: &Tensor,
+        batch: &PolicyBatch,
+        totals: &StepTotals,
+    ) -> Result<(Option<Tensor>, (Tensor, Tensor))> {
+        let layer = self.layer((targets, None), 1.)?;
+        let found = linear_policy_loss(policy_loss, &layer, batch, totals)?;
+        drop(layer);
+        self.add(found.gradients.weight)?;
+        let result = (found.output.loss, found.tokens.log_probs);
+        Ok((found.gradients.hidden, result))
     }
 
     /// Accumulates a gradient of the output weight.

@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
 use candle_grpo_nn::{
-    ComputeCopies, ComputeDType, Decoder, LanguageModel, ModelConfig, Parameters,
+    ComputeCopies, ComputeDType, Decoder, LanguageModel, Lora, ModelConfig, Parameters,
 };
 use serde::{Deserialize, Serialize};
 
@@ -99,6 +99,25 @@ impl<M: LanguageModel> Reference<M> {
         dtype: ComputeDType,
     ) -> Result<Self> {
         let (model, _) = model_in(model, parameters, None, dtype)?;
+        Ok(Self {
+            model,
+            parameters: None,
+            copies: None,
+        })
+    }
+
+    /// Creates a reference that reads `parameters` with `adapters`, which must not change.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `adapters` belong to another model.
+    pub fn with_adapters<C: ModelConfig<Model = M>>(
+        model: &C,
+        parameters: &Parameters,
+        adapters: &Lora,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let (model, _) = model_in(model, parameters, Some(adapters), dtype)?;
         Ok(Self {
             model,
             parameters: None,

@@ -18,6 +18,10 @@ const SEQUENCES: &str = "{prefix:9} {bar:30} {pos}/{len} sequences  {msg}  {eta}
 const BYTES: &str =
     "{prefix:9} {bar:30} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
 
+/// Delay between checks for a stop request.
+#[cfg(feature = "tinker")]
+const STOP_CHECK: Duration = Duration::from_millis(50);
+
 /// Progress bars on stderr below the log, and requests to stop.
 #[derive(Clone)]
 pub(super) struct Console {
@@ -98,6 +102,14 @@ impl Console {
             if let Err(error) = registered {
                 tracing::warn!("signal {signal} will stop grpo at once: {error}");
             }
+        }
+    }
+
+    /// Waits for a stop request, which [`Self::stop_when_asked`] handles.
+    #[cfg(feature = "tinker")]
+    pub(super) fn wait_for_stop(&self) {
+        while !self.is_canceled() {
+            std::thread::sleep(STOP_CHECK);
         }
     }
 

@@ -15,6 +15,8 @@ mod push;
 mod report;
 mod sample;
 mod schema;
+#[cfg(feature = "tinker")]
+mod serve;
 mod sft;
 mod suites;
 mod table;
@@ -36,6 +38,8 @@ use init::InitArguments;
 use push::PushArguments;
 use sample::SampleArguments;
 use schema::FileKind;
+#[cfg(feature = "tinker")]
+use serve::ServeArguments;
 
 /// GRPO training for language models: a model, prompts and a reward become a trained model.
 #[derive(Parser)]
@@ -75,6 +79,13 @@ enum Command {
     /// Answers appear as they are sampled. /reset starts a new conversation, /exit quits, and
     /// Ctrl-C ends an answer.
     Chat(ChatArguments),
+    /// Serve a model to training loops in Python that use the client of Tinker.
+    ///
+    /// Prints the URL for TINKER_BASE_URL. Clients train LoRA adapters, sample from them and save
+    /// them as PEFT directories. Ctrl-C finishes the current request and stops. The same command
+    /// continues with the sessions in the directory.
+    #[cfg(feature = "tinker")]
+    Serve(ServeArguments),
     /// Convert a GGUF file, a Hugging Face directory or a run to another format.
     ///
     /// For a run with adapters, a directory gets only the adapters, in PEFT format. With --merge it
@@ -240,6 +251,8 @@ pub(crate) fn run() -> ExitCode {
         Command::Eval(arguments) => eval::run(*arguments),
         Command::Sample(arguments) => sample::sample(arguments),
         Command::Chat(arguments) => chat::chat(&arguments),
+        #[cfg(feature = "tinker")]
+        Command::Serve(arguments) => serve::serve(&arguments),
         Command::Convert {
             model,
             target,

@@ -37,5 +37,7 @@ mod suites;
 mod support;
 mod teacher;
 mod tensorboard;
+#[cfg(feature = "tinker")]
+mod tinker;
 mod trackers;
 mod train;

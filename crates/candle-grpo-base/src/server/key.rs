@@ -1,19 +1,24 @@
-//! Episode keys.
+//! Keys of servers.
 
 use std::{env, fmt};
 
 use anyhow::Result;
-use candle_grpo_base::secrets::hide_from_programs;
 use candle_grpo_core::validate::check;
 use sha2::{Digest, Sha256};
 
+use crate::secrets::hide_from_programs;
+
 /// A key, compared in constant time.
 #[derive(Clone)]
-pub(crate) struct Key(String);
+pub struct Key(String);
 
 impl Key {
-    /// The key in an environment variable, which agents do not inherit.
-    pub(crate) fn from_variable(variable: &str) -> Result<Self> {
+    /// Reads the key in an environment variable, which programs do not inherit.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the variable has no key that fits into a header.
+    pub fn from_variable(variable: &str) -> Result<Self> {
         hide_from_programs(variable);
         let key = env::var(variable).unwrap_or_default();
         let is_header = key.bytes().all(|byte| byte.is_ascii_graphic());
@@ -23,17 +28,18 @@ impl Key {
     }
 
     /// Returns a key with 128 random bits.
-    pub(crate) fn random() -> Self {
+    pub fn random() -> Self {
         Self(format!("grpo-{}", random_id()))
     }
 
-    pub(crate) fn text(&self) -> &str {
+    /// Returns the key.
+    pub fn text(&self) -> &str {
         &self.0
     }
 
     /// Returns true if this is the key. It compares digests, which differ at positions that do not
     /// depend on where the keys differ.
-    pub(crate) fn is(&self, given: &[u8]) -> bool {
+    pub fn is(&self, given: &[u8]) -> bool {
         Sha256::digest(given) == Sha256::digest(self.0.as_bytes())
     }
 }
@@ -44,7 +50,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// 128 bits from the thread's secure generator, in hexadecimal digits.
-pub(crate) fn random_id() -> String {
+/// Returns 128 bits from the thread's secure generator, in hexadecimal digits.
+pub fn random_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

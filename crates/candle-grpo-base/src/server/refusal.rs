@@ -1,0 +1,44 @@
+//! Refused requests.
+
+use std::fmt;
+
+/// Maximum number of characters that an error quotes from a wrong value.
+const SHOWN: usize = 200;
+
+/// The reason why a request gets no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// HTTP status.
+    pub status: u16,
+    /// Short name, for programs.
+    pub code: &'static str,
+    /// Name of the wrong argument.
+    pub param: Option<String>,
+    /// Text for people.
+    pub message: String,
+}
+
+impl Refusal {
+    /// Creates a refusal without an argument.
+    pub fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            code,
+            param: None,
+            message: message.into(),
+        }
+    }
+
+    /// Reports an invalid argument as `{name}: {value}, must {must}`.
+    pub fn invalid(name: &str, value: impl fmt::Display, must: &str) -> Self {
+        let value: String = value.to_string().chars().take(SHOWN).collect();
+        Self {
+            param: Some(name.to_owned()),
+            ..Self::new(
+                400,
+                "invalid_value",
+                format!("{name}: {value}, must {must}"),
+            )
+        }
+    }
+}

@@ -1,0 +1,437 @@
+//! The thread that trains and samples.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{Device, safetensors};
+use candle_grpo_base::atomic_file;
+use candle_grpo_base::server::Refusal;
+use candle_grpo_loss::PolicyLoss;
+use candle_grpo_nn::optim::DecayRule;
+use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, Lora};
+use candle_grpo_train::{Actor, ActorConfig};
+
+use crate::base::Base;
+use crate::config::TinkerConfig;
+use crate::queue::{Queues, RequestId, Turn};
+use crate::sampling::{SampleWork, Snapshot, is_stopped};
+use crate::store::{
+    ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, UNNAMED, WeightsPath,
+};
+use crate::wire::request::AdamParams;
+use crate::work::{Answered, Outcome, SaveRequest, WeightsKind, Work};
+
+/// The optimizer's file in a state and in training weights.
+const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// Number of snapshots to sample from that stay in memory.
+const LOADED_SNAPSHOTS: usize = 4;
+
+/// Number of unnamed sampler weights that each model keeps in the folder.
+const KEPT_UNNAMED: usize = 16;
+
+/// The engine.
+pub(crate) struct Engine {
+    base: Base,
+    config: TinkerConfig,
+    queues: Arc<Queues>,
+    /// Models in memory, the one that was used last at the end.
+    models: Vec<(ModelId, Loaded)>,
+    /// Snapshots in memory, the one that was used last at the end.
+    snapshots: Vec<(SamplerRecord, Snapshot)>,
+}
+
+/// A model in memory.
+struct Loaded {
+    actor: Actor,
+    /// Sequence number of the first request that the actor does not include.
+    next: u64,
+}
+
+impl Engine {
+    pub(crate) fn new(base: Base, config: TinkerConfig, queues: Arc<Queues>) -> Self {
+        Self {
+            base,
+            config,
+            queues,
+            models: Vec::new(),
+            snapshots: Vec::new(),
+        }
+    }
+
+    /// Works until the queues stop.
+    pub(crate) fn run(mut self) {
+        let queues = Arc::clone(&self.queues);
+        while let Some(turn) = queues.next_turn(self.config.max_batch_size) {
+            match turn {
+                Turn::Train(id, seq) => {
+                    if let Err(error) = self.train(&id, seq) {
+                        // The folder cannot be written: the request waits for the next server.
+                        tracing::error!("{id}, request {seq}: {error:#}");
+                    }
+                }
+                Turn::Sample(record, requests) => self.sample(&record, &requests),
+            }
+        }
+    }
+
+    /// Executes a training request, and publishes its result.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the folder cannot be read or written. The request then has no result.
+    fn train(&mut self, id: &ModelId, seq: u64) -> Result<()> {
+        let queues = Arc::clone(&self.queues);
+        let store = queues.store();
+        let digest = queues.digest(id, seq);
+        let work = store.read_request(id, seq)?;
+        let work = work.context("the request is not in the folder")?;
+        let outcome = match &work {
+            Work::Refused(message) => Outcome::Refused(message.clone()),
+            work => {
+                let done = self.execute(id, seq, work);
+                done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")))
+            }
+        };
+        let answered = Answered { digest, outcome };
+        if answered.outcome.starts_state() {
+            let saved = self.save_state(id, seq, &answered);
+            // The model in memory is ahead of the folder.
+            saved.inspect_err(|_| self.models.retain(|(other, _)| other != id))?;
+        }
+        queues.finish_training(id, seq, &answered)?;
+        if answered.outcome.starts_state() {
+            store.forget_before(id, seq + 1)
+        } else if work.changes_model() {
+            Ok(())
+        } else {
+            store.remove_request(id, seq)
+        }
+    }
+
+    fn execute(&mut self, id: &ModelId, seq: u64, work: &Work) -> Result<Outcome> {
+        let queues = Arc::clone(&self.queues);
+        let record = queues.model(id).map_err(refused)?;
+        self.load(id, &record, seq)?;
+        let Some((_, loaded)) = self.models.last_mut() else {
+            bail!("{id}: not in memory");
+        };
+        loaded.next = seq + 1;
+        let actor = &mut loaded.actor;
+        match work {
+            Work::Create => Ok(match &record.start {
+                Start::Seed(_) => Outcome::Created {
+                    model_id: id.to_string(),
+                },
+                Start::Weights { path, .. } => Outcome::Loaded { path: path.clone() },
+            }),
+            Work::Pass {
+                rows,
+                loss,
+                backward,
+            } => {
+                let (loss, tokens) = (loss.policy_loss(), self.config.micro_batch_tokens);
+                let found = if *backward {
+                    actor.forward_backward_targets(rows, &loss, tokens)?
+                } else {
+                    actor.forward_targets(rows, &loss, tokens)?
+                };
+                Ok(Outcome::Pass {
+                    loss: found.loss,
+                    log_probs: found.log_probs,
+                })
+            }
+            Work::OptimStep(params) => optim_step(actor, params),
+            Work::Save(request) => request.save(id, seq, actor, &self.base.info.name, &queues),
+            Work::Load { path, optimizer } => {
+                *actor = actor_from(&self.base, queues.store(), path, *optimizer)?;
+                Ok(Outcome::Loaded { path: path.clone() })
+            }
+            Work::Refused(message) => Ok(Outcome::Refused(message.clone())),
+        }
+    }
+
+    /// Saves a model after the request `seq`, with its result.
+    fn save_state(&self, id: &ModelId, seq: u64, answered: &Answered) -> Result<()> {
+        let Some((_, loaded)) = self.models.last() else {
+            bail!("{id}: not in memory");
+        };
+        let record = StateRecord {
+            next: seq + 1,
+            last: answered.clone(),
+        };
+        let folder = self.queues.store().state(id, seq + 1);
+        save(
+            &loaded.actor,
+            &folder,
+            &self.base.info.name,
+            true,
+            |folder| Store::write_state_record(folder, &record),
+        )
+    }
+
+    /// Brings a model into memory in its state before the request `seq`, as the last of
+    /// [`Self::models`].
+    fn load(&mut self, id: &ModelId, record: &ModelRecord, seq: u64) -> Result<()> {
+        let found = self.models.iter().position(|(other, _)| other == id);
+        let Loaded { mut actor, next } = match found {
+            Some(place) => self.models.remove(place).1,
+            None => {
+                while self.models.len() >= self.config.max_loaded_models {
+                    self.models.remove(0);
+                }
+                self.read(id, record)?
+            }
+        };
+        // Requests after the state: the gradients of passes, and steps that failed.
+        for seq in next..seq {
+            let replayed = match self.queues.store().read_request(id, seq)? {
+                Some(Work::Pass {
+                    rows,
+                    loss,
+                    backward: true,
+                }) => {
+                    let (loss, tokens) = (loss.policy_loss(), self.config.micro_batch_tokens);
+                    let pass = actor.forward_backward_targets(&rows, &loss, tokens);
+                    pass.map(|_| ())
+                }
+                Some(Work::OptimStep(params)) => optim_step(&mut actor, &params).map(|_| ()),
+                _ => Ok(()),
+            };
+            if let Err(error) = replayed {
+                tracing::debug!("{id}, request {seq} failed again: {error:#}");
+            }
+        }
+        self.models.push((id.clone(), Loaded { actor, next: seq }));
+        Ok(())
+    }
+
+    /// Reads a model's state from the folder.
+    fn read(&self, id: &ModelId, record: &ModelRecord) -> Result<Loaded> {
+        let (base, store) = (&self.base, self.queues.store());
+        if let Some(state) = store.state_record(id)? {
+            return Ok(Loaded {
+                actor: read(base, &store.state(id, state.next), true)?,
+                next: state.next,
+            });
+        }
+        let actor = match &record.start {
+            Start::Seed(seed) => {
+                let device = base.parameters.device();
+                let adapters =
+                    Lora::init(base.info.lora(record)?, &base.info.model, *seed, device)?;
+                actor(base, adapters)?
+            }
+            Start::Weights { path, optimizer } => actor_from(base, store, path, *optimizer)?,
+        };
+        Ok(Loaded { actor, next: 0 })
+    }
+
+    /// Draws samples, and publishes them.
+    fn sample(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) {
+        let drawn = self.draw(record, requests);
+        let message = match drawn {
+            Ok(()) => return,
+            // Clients send requests again that this server did not answer.
+            Err(error) if is_stopped(&error) => return,
+            Err(error) => format!("{error:#}"),
+        };
+        tracing::warn!("sampling: {message}");
+        self.queues
+            .fail_samples(requests.iter().map(|(id, _)| id), &message);
+    }
+
+    fn draw(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) -> Result<()> {
+        let found = self.snapshots.iter().position(|(other, _)| other == record);
+        match found {
+            Some(place) => {
+                let snapshot = self.snapshots.remove(place);
+                self.snapshots.push(snapshot);
+            }
+            None => {
+                while self.snapshots.len() >= LOADED_SNAPSHOTS {
+                    self.snapshots.remove(0);
+                }
+                let adapters = match &record.model_path {
+                    None => None,
+                    Some(path) => {
+                        let folder = folder_of(self.queues.store(), path)?;
+                        let device = self.base.parameters.device();
+                        Some(Lora::load(&folder, &self.base.info.model, device)?)
+                    }
+                };
+                let snapshot = Snapshot::new(&self.base, adapters.as_ref())?;
+                self.snapshots.push((record.clone(), snapshot));
+            }
+        }
+        let Some((_, snapshot)) = self.snapshots.last() else {
+            bail!("the weights are not in memory");
+        };
+        let size = self.config.max_batch_size;
+        snapshot.sample(&self.base, requests, size, &self.queues)
+    }
+}
+
+/// The file in saved weights with their request's number.
+const REQUEST: &str = "request";
+
+/// Returns whether weights come from this request, whose result was not stored.
+fn is_of(folder: &Path, seq: u64) -> bool {
+    std::fs::read_to_string(folder.join(REQUEST)).is_ok_and(|found| found == seq.to_string())
+}
+
+/// Converts a refusal to an error.
+fn refused(refusal: Refusal) -> anyhow::Error {
+    anyhow::anyhow!(refusal.message)
+}
+
+impl SaveRequest {
+    fn save(
+        &self,
+        id: &ModelId,
+        seq: u64,
+        actor: &Actor,
+        base_model: &str,
+        queues: &Queues,
+    ) -> Result<Outcome> {
+        let store = queues.store();
+        let path = WeightsPath {
+            model: id.clone(),
+            kind: self.kind,
+            name: self.name.clone(),
+        };
+        let folder = store.weights(&path);
+        if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
+            bail!(
+                "path: {:?}, must be a new name, or overwrite must be true",
+                self.name
+            );
+        }
+        let optimizer = self.kind == WeightsKind::Training;
+        save(actor, &folder, base_model, optimizer, |folder| {
+            Ok(std::fs::write(folder.join(REQUEST), seq.to_string())?)
+        })?;
+        let is_unnamed = self.name.starts_with(UNNAMED);
+        if is_unnamed {
+            store.keep_unnamed(id, KEPT_UNNAMED)?;
+        }
+        let sampler = self.sampler.map(|number| {
+            let record = SamplerRecord {
+                model_path: Some(path.to_string()),
+            };
+            queues
+                .add_sampler(&id.session, number, record)
+                .map_err(refused)
+        });
+        Ok(Outcome::Saved {
+            kind: self.kind,
+            path: (!is_unnamed).then(|| path.to_string()),
+            sampling_session_id: sampler.transpose()?.map(|id| id.0),
+        })
+    }
+}
+
+/// Returns the folder with saved weights.
+fn folder_of(store: &Store, path: &str) -> Result<std::path::PathBuf> {
+    let parsed = WeightsPath::parse(path).map_err(refused)?;
+    let folder = store.weights(&parsed);
+    if !folder.exists() {
+        bail!("path: {path}, must be saved weights that were not removed");
+    }
+    Ok(folder)
+}
+
+/// Creates a policy with new optimizer state.
+fn actor(base: &Base, adapters: Lora) -> Result<Actor> {
+    let config = ActorConfig {
+        policy_loss: PolicyLoss::default(),
+        optimizer: AdamWConfig {
+            decay: DecayRule::All,
+            ..AdamWConfig::default()
+        },
+        temperature: 1.,
+        activation_checkpointing: ActivationCheckpointing::default(),
+        compute_dtype: base.dtype,
+        router_aux_loss_coef: 0.,
+        distillation_loss: None,
+    };
+    Actor::with_adapters(
+        base.info.model.clone(),
+        base.parameters.clone(),
+        adapters,
+        config,
+    )
+}
+
+/// Reads a policy from a folder, with the optimizer state if `optimizer`.
+fn read(base: &Base, folder: &Path, optimizer: bool) -> Result<Actor> {
+    let device = base.parameters.device();
+    let adapters = Lora::load(folder, &base.info.model, device)?;
+    let mut actor = actor(base, adapters)?;
+    if optimizer {
+        let file = folder.join(OPTIMIZER);
+        let state = safetensors::load(&file, &Device::Cpu)
+            .with_context(|| format!("the optimizer state in {}", file.display()))?;
+        actor.optimizer_mut().load_state(state)?;
+    }
+    Ok(actor)
+}
+
+/// Reads a policy from saved weights.
+fn actor_from(base: &Base, store: &Store, path: &str, optimizer: bool) -> Result<Actor> {
+    let folder = folder_of(store, path)?;
+    if optimizer && !folder.join(OPTIMIZER).exists() {
+        bail!("path: {path}, must have optimizer state: weights of save_weights");
+    }
+    read(base, &folder, optimizer)
+}
+
+/// Saves a policy to a folder, which appears completely or not at all.
+fn save(
+    actor: &Actor,
+    folder: &Path,
+    base_model: &str,
+    optimizer: bool,
+    more: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
+    let adapters = actor.adapters().context("the policy has no adapters")?;
+    if let Some(parent) = folder.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    atomic_file::write_folder(folder, |folder| {
+        adapters.save(folder, Some(base_model))?;
+        if optimizer {
+            actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
+        }
+        more(folder)
+    })
+}
+
+fn optim_step(actor: &mut Actor, params: &AdamParams) -> Result<Outcome> {
+    let mut step = || -> Result<Outcome> {
+        let optimizer = actor.optimizer_mut();
+        let config = AdamWConfig {
+            learning_rate: params.learning_rate,
+            beta1: params.beta1,
+            beta2: params.beta2,
+            epsilon: params.eps,
+            weight_decay: params.weight_decay,
+            ..optimizer.config().clone()
+        };
+        optimizer.set_config(config)?;
+        let max_norm = match params.grad_clip_norm {
+            norm if norm > 0. => norm,
+            _ => f64::INFINITY,
+        };
+        let stats = actor.clip_grad_and_step(max_norm)?;
+        Ok(Outcome::OptimStep {
+            grad_norm: stats.grad_norm,
+            learning_rate: stats.learning_rate,
+        })
+    };
+    let found = step();
+    // A step with invalid options ends like one that fails later: without gradients.
+    actor.zero_grad();
+    found
+}

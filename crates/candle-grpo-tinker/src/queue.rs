@@ -1,0 +1,599 @@
+//! Requests that wait for the engine, and their results.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use anyhow::Result;
+use candle_grpo_base::server::Refusal;
+use tokio::sync::watch;
+
+use crate::sampling::SampleWork;
+use crate::store::{ModelId, ModelRecord, SamplerRecord, Store};
+use crate::work::{Answered, Outcome, Work};
+
+/// Number of retrieved results that each queue keeps, for clients that ask again.
+const KEPT_RESULTS: usize = 64;
+
+/// A sampling session, or a path that requests sample from without one.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct SamplerId(pub(crate) String);
+
+/// A queue with work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Queue {
+    Model(ModelId),
+    Sampler(SamplerId),
+}
+
+/// The engine's next work.
+pub(crate) enum Turn {
+    Train(ModelId, u64),
+    Sample(SamplerRecord, Vec<(RequestId, SampleWork)>),
+}
+
+/// A promised request.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) enum RequestId {
+    Train(ModelId, u64),
+    Sample(SamplerId, u64),
+}
+
+impl std::fmt::Display for RequestId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Train(model, seq) => write!(f, "{model}#{seq}"),
+            Self::Sample(sampler, seq) => write!(f, "{}#{seq}", sampler.0),
+        }
+    }
+}
+
+impl RequestId {
+    /// Reads what [`Self::fmt`] writes.
+    pub(crate) fn parse(id: &str) -> Result<Self, Refusal> {
+        let parsed = id.rsplit_once('#').and_then(|(queue, seq)| {
+            let seq = seq.parse().ok()?;
+            Some(match ModelId::parse(queue) {
+                Ok(model) => Self::Train(model, seq),
+                Err(_) => Self::Sample(SamplerId(queue.to_owned()), seq),
+            })
+        });
+        parsed.ok_or_else(|| Refusal {
+            status: 404,
+            ..Refusal::invalid("request_id", id, "be one that this server returned")
+        })
+    }
+}
+
+/// A promised request's state.
+pub(crate) enum Status {
+    Waiting,
+    Done(Arc<Outcome>),
+    /// The server has no such promise, or no longer: the client must send the request again.
+    Gone,
+}
+
+#[derive(Debug, Default)]
+struct Model {
+    record: Option<ModelRecord>,
+    /// Digests for requests without a result.
+    waiting: BTreeMap<u64, [u8; 32]>,
+    /// Requests among `waiting` that are in the folder.
+    stored: BTreeSet<u64>,
+    /// Sequence number of the next request to execute.
+    next: u64,
+    /// Results in the folder.
+    done: BTreeSet<u64>,
+    /// Retrieved results, the oldest first.
+    retrieved: VecDeque<u64>,
+}
+
+#[derive(Debug)]
+struct Sampler {
+    record: SamplerRecord,
+    waiting: VecDeque<(u64, SampleWork)>,
+    running: BTreeSet<u64>,
+    done: BTreeMap<u64, Arc<Outcome>>,
+    retrieved: VecDeque<u64>,
+    /// Sequence number for a request without one.
+    next: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Sessions; true if finished.
+    sessions: HashMap<String, bool>,
+    models: HashMap<ModelId, Model>,
+    samplers: HashMap<SamplerId, Sampler>,
+    /// Queues with work, each once, in turn.
+    turns: VecDeque<Queue>,
+    is_stopped: bool,
+}
+
+/// All sessions' queues.
+#[derive(Debug)]
+pub(crate) struct Queues {
+    store: Store,
+    max_waiting: usize,
+    state: Mutex<State>,
+    has_work: Condvar,
+    /// Counts results, for requests that wait for one.
+    results: watch::Sender<u64>,
+}
+
+fn too_many(max_waiting: usize) -> Refusal {
+    let message = format!("{max_waiting} requests wait, --max-waiting: send this one later");
+    Refusal::new(429, "too_many_requests", message)
+}
+
+/// Converts a folder failure.
+pub(crate) fn internal(error: anyhow::Error) -> Refusal {
+    tracing::error!("{error:#}");
+    Refusal::new(500, "internal_error", format!("{error:#}"))
+}
+
+fn unknown(name: &str, id: &str) -> Refusal {
+    Refusal {
+        status: 404,
+        ..Refusal::invalid(name, id, "be one that this server returned")
+    }
+}
+
+impl Queues {
+    /// Reads the sessions in `store`.
+    pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
+        let mut state = State::default();
+        for session in store.sessions()? {
+            let finished = store.is_finished(&session);
+            state.sessions.insert(session.clone(), finished);
+            if finished {
+                continue;
+            }
+            for id in store.models(&session)? {
+                let found = store.recover(&id)?;
+                let waiting = found.requests.range(found.next..);
+                let waiting: BTreeMap<u64, [u8; 32]> = waiting.map(|(k, v)| (*k, *v)).collect();
+                let model = Model {
+                    record: Some(store.model_record(&id)?),
+                    done: found.results.into_iter().collect(),
+                    stored: waiting.keys().copied().collect(),
+                    waiting,
+                    next: found.next,
+                    retrieved: VecDeque::new(),
+                };
+                if model.waiting.contains_key(&model.next) {
+                    state.turns.push_back(Queue::Model(id.clone()));
+                }
+                state.models.insert(id, model);
+            }
+            for (number, record) in store.samplers(&session)? {
+                let id = sampler_id(&session, number);
+                state.samplers.insert(id, Sampler::new(record));
+            }
+        }
+        Ok(Self {
+            store,
+            max_waiting,
+            state: Mutex::new(state),
+            has_work: Condvar::new(),
+            results: watch::Sender::new(0),
+        })
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a session that is in the folder.
+    pub(crate) fn add_session(&self, id: String) {
+        self.state().sessions.insert(id, false);
+    }
+
+    /// Checks that a session exists and is not finished.
+    pub(crate) fn ensure_session(&self, id: &str) -> Result<(), Refusal> {
+        match self.state().sessions.get(id) {
+            Some(false) => Ok(()),
+            Some(true) => {
+                let message = format!("session_id: {id}, must be a session that is not finished");
+                Err(Refusal::new(410, "session_finished", message))
+            }
+            None => Err(unknown("session_id", id)),
+        }
+    }
+
+    /// Ends a session: its requests are dropped, its saved weights stay.
+    pub(crate) fn finish(&self, session: &str) -> Result<(), Refusal> {
+        let mut state = self.state();
+        if state.sessions.insert(session.to_owned(), true).is_none() {
+            state.sessions.remove(session);
+            return Err(unknown("session_id", session));
+        }
+        state.models.retain(|id, _| id.session != session);
+        let prefix = format!("{session}:");
+        state.samplers.retain(|id, _| !id.0.starts_with(&prefix));
+        drop(state);
+        self.results.send_modify(|count| *count += 1);
+        self.store.finish(session).map_err(internal)
+    }
+
+    /// Returns a model's record.
+    pub(crate) fn model(&self, id: &ModelId) -> Result<ModelRecord, Refusal> {
+        let state = self.state();
+        let record = state.models.get(id).and_then(|model| model.record.clone());
+        record.ok_or_else(|| unknown("model_id", &id.to_string()))
+    }
+
+    /// Adds a model, unless it exists.
+    pub(crate) fn add_model(&self, id: &ModelId, record: ModelRecord) -> Result<(), Refusal> {
+        if self.state().models.contains_key(id) {
+            return Ok(());
+        }
+        self.store.add_model(id, &record).map_err(internal)?;
+        let mut state = self.state();
+        state.models.entry(id.clone()).or_default().record = Some(record);
+        Ok(())
+    }
+
+    /// Promises a training request, once it is in the folder. A repeated request has the same id.
+    pub(crate) fn promise(
+        &self,
+        id: &ModelId,
+        seq: Option<u64>,
+        work: &Work,
+    ) -> Result<RequestId, Refusal> {
+        let digest = crate::digest(&postcard::to_stdvec(work).map_err(|e| internal(e.into()))?);
+        let seq = {
+            let mut state = self.state();
+            let model = state.models.get_mut(id);
+            let model = model.ok_or_else(|| unknown("model_id", &id.to_string()))?;
+            let last = model.waiting.keys().next_back().map_or(0, |last| last + 1);
+            let seq = seq.unwrap_or_else(|| model.next.max(last).max(1));
+            if let Some(first) = model.waiting.get(&seq) {
+                return repeated(id, seq, *first == digest);
+            }
+            if seq < model.next {
+                drop(state);
+                let first = self.store.read_result(id, seq).map_err(internal)?;
+                return repeated(id, seq, first.is_none_or(|first| first.digest == digest));
+            }
+            if model.waiting.len() >= self.max_waiting {
+                return Err(too_many(self.max_waiting));
+            }
+            // Reserved, so that a repetition does not write it again.
+            model.waiting.insert(seq, digest);
+            seq
+        };
+        if let Err(error) = self.store.add_request(id, seq, digest, work) {
+            if let Some(model) = self.state().models.get_mut(id) {
+                model.waiting.remove(&seq);
+            }
+            return Err(internal(error));
+        }
+        let mut state = self.state();
+        if let Some(model) = state.models.get_mut(id) {
+            model.stored.insert(seq);
+            if seq == model.next {
+                state.add_turn(Queue::Model(id.clone()));
+                self.has_work.notify_one();
+            }
+        }
+        Ok(RequestId::Train(id.clone(), seq))
+    }
+
+    /// Adds a sampling session, unless it exists. Returns its id.
+    pub(crate) fn add_sampler(
+        &self,
+        session: &str,
+        number: u64,
+        record: SamplerRecord,
+    ) -> Result<SamplerId, Refusal> {
+        let id = sampler_id(session, number);
+        self.store
+            .add_sampler(session, number, &record)
+            .map_err(internal)?;
+        let mut state = self.state();
+        state
+            .samplers
+            .entry(id.clone())
+            .or_insert_with(|| Sampler::new(record));
+        Ok(id)
+    }
+
+    /// Returns a sampling session's record.
+    pub(crate) fn sampler(&self, id: &SamplerId) -> Result<SamplerRecord, Refusal> {
+        let state = self.state();
+        let sampler = state.samplers.get(id);
+        let record = sampler.map(|sampler| sampler.record.clone());
+        record.ok_or_else(|| unknown("sampling_session_id", &id.0))
+    }
+
+    /// Returns the queue for requests without a sampling session.
+    pub(crate) fn direct_sampler(&self, record: SamplerRecord) -> SamplerId {
+        let path = record.model_path.as_deref().unwrap_or("base");
+        let id = SamplerId(format!("direct:{path}"));
+        let mut state = self.state();
+        state
+            .samplers
+            .entry(id.clone())
+            .or_insert_with(|| Sampler::new(record));
+        id
+    }
+
+    /// Promises samples. A repeated request has the same id. The promise does not survive the
+    /// server: the client must send it again.
+    pub(crate) fn promise_samples(
+        &self,
+        id: &SamplerId,
+        seq: Option<u64>,
+        work: impl FnOnce(&RequestId) -> SampleWork,
+    ) -> Result<RequestId, Refusal> {
+        let mut state = self.state();
+        let sampler = state.samplers.get_mut(id);
+        let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
+        let seq = seq.unwrap_or(sampler.next);
+        let request = RequestId::Sample(id.clone(), seq);
+        let is_repeated = sampler.running.contains(&seq)
+            || sampler.done.contains_key(&seq)
+            || sampler.waiting.iter().any(|(waiting, _)| *waiting == seq);
+        if is_repeated {
+            return Ok(request);
+        }
+        let unretrieved = sampler.done.len().saturating_sub(sampler.retrieved.len());
+        if sampler.waiting.len() + sampler.running.len() + unretrieved >= self.max_waiting {
+            return Err(too_many(self.max_waiting));
+        }
+        sampler.next = sampler.next.max(seq + 1);
+        sampler.waiting.push_back((seq, work(&request)));
+        state.add_turn(Queue::Sampler(id.clone()));
+        self.has_work.notify_one();
+        Ok(request)
+    }
+
+    /// Drops a request for samples that has not started.
+    pub(crate) fn cancel(&self, id: &RequestId) {
+        if let RequestId::Sample(sampler, seq) = id
+            && let Some(sampler) = self.state().samplers.get_mut(sampler)
+        {
+            sampler.waiting.retain(|(waiting, _)| waiting != seq);
+        }
+    }
+
+    /// Waits for work, at most `max_samples` equal samples. `None` after [`Self::stop`].
+    pub(crate) fn next_turn(&self, max_samples: usize) -> Option<Turn> {
+        let mut state = self.state();
+        loop {
+            if state.is_stopped {
+                return None;
+            }
+            if let Some(queue) = state.turns.pop_front() {
+                if let Some(turn) = state.turn(queue, max_samples) {
+                    return Some(turn);
+                }
+                continue;
+            }
+            state = self
+                .has_work
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends [`Self::next_turn`].
+    pub(crate) fn stop(&self) {
+        self.state().is_stopped = true;
+        self.has_work.notify_all();
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.state().is_stopped
+    }
+
+    /// Returns a waiting training request's digest.
+    pub(crate) fn digest(&self, id: &ModelId, seq: u64) -> [u8; 32] {
+        let state = self.state();
+        let model = state.models.get(id);
+        model
+            .and_then(|model| model.waiting.get(&seq))
+            .copied()
+            .unwrap_or_default()
+    }
+
+    /// Publishes a training request's result, once it is in the folder.
+    pub(crate) fn finish_training(
+        &self,
+        id: &ModelId,
+        seq: u64,
+        answered: &Answered,
+    ) -> Result<()> {
+        self.store.add_result(id, seq, answered)?;
+        let mut state = self.state();
+        if let Some(model) = state.models.get_mut(id) {
+            model.waiting.remove(&seq);
+            model.stored.remove(&seq);
+            model.done.insert(seq);
+            model.next = seq + 1;
+            if model.stored.contains(&model.next) {
+                state.add_turn(Queue::Model(id.clone()));
+            }
+        }
+        drop(state);
+        self.results.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
+    /// Publishes a sampling request's result.
+    pub(crate) fn finish_samples(&self, id: &RequestId, outcome: Outcome) {
+        let RequestId::Sample(sampler, seq) = id else {
+            return;
+        };
+        let mut state = self.state();
+        if let Some(sampler) = state.samplers.get_mut(sampler) {
+            sampler.running.remove(seq);
+            sampler.done.insert(*seq, Arc::new(outcome));
+        }
+        drop(state);
+        self.results.send_modify(|count| *count += 1);
+    }
+
+    /// Publishes a failure for sampling requests without a result.
+    pub(crate) fn fail_samples<'a>(&self, ids: impl Iterator<Item = &'a RequestId>, message: &str) {
+        for id in ids {
+            if self.is_running(id) {
+                self.finish_samples(id, Outcome::Failed(message.to_owned()));
+            }
+        }
+    }
+
+    fn is_running(&self, id: &RequestId) -> bool {
+        let RequestId::Sample(sampler, seq) = id else {
+            return false;
+        };
+        let state = self.state();
+        let sampler = state.samplers.get(sampler);
+        sampler.is_some_and(|sampler| sampler.running.contains(seq))
+    }
+
+    fn status_of_samples(&self, id: &RequestId) -> Status {
+        let RequestId::Sample(sampler_id, seq) = id else {
+            return Status::Gone;
+        };
+        let mut state = self.state();
+        let Some(sampler) = state.samplers.get_mut(sampler_id) else {
+            return Status::Gone;
+        };
+        let waits = sampler.waiting.iter().any(|(waiting, _)| waiting == seq);
+        if waits || sampler.running.contains(seq) {
+            return Status::Waiting;
+        }
+        let Some(outcome) = sampler.done.get(seq).cloned() else {
+            return Status::Gone;
+        };
+        if let Some(old) = retrieve(&mut sampler.retrieved, *seq) {
+            sampler.done.remove(&old);
+        }
+        Status::Done(outcome)
+    }
+
+    /// Returns a receiver that changes with each result.
+    pub(crate) fn results(&self) -> watch::Receiver<u64> {
+        self.results.subscribe()
+    }
+
+    /// Returns a request's state.
+    pub(crate) fn status(&self, id: &RequestId) -> Result<Status, Refusal> {
+        match id {
+            RequestId::Train(model_id, seq) => {
+                let mut state = self.state();
+                let Some(model) = state.models.get_mut(model_id) else {
+                    return Ok(Status::Gone);
+                };
+                if model.waiting.contains_key(seq) {
+                    return Ok(Status::Waiting);
+                }
+                if !model.done.contains(seq) {
+                    return Ok(Status::Gone);
+                }
+                let old = retrieve(&mut model.retrieved, *seq);
+                // The last result says where a server that starts again continues.
+                let old = old.filter(|old| old + 1 != model.next);
+                if let Some(old) = old {
+                    model.done.remove(&old);
+                }
+                drop(state);
+                if let Some(old) = old {
+                    self.store.remove_result(model_id, old).map_err(internal)?;
+                }
+                let answered = self.store.read_result(model_id, *seq).map_err(internal)?;
+                Ok(answered.map_or(Status::Gone, |x| Status::Done(Arc::new(x.outcome))))
+            }
+            RequestId::Sample(..) => Ok(self.status_of_samples(id)),
+        }
+    }
+}
+
+/// Notes that a result was retrieved. Returns one that need not be kept any longer.
+fn retrieve(retrieved: &mut VecDeque<u64>, seq: u64) -> Option<u64> {
+    if !retrieved.contains(&seq) {
+        retrieved.push_back(seq);
+    }
+    if retrieved.len() > KEPT_RESULTS {
+        retrieved.pop_front()
+    } else {
+        None
+    }
+}
+
+fn repeated(id: &ModelId, seq: u64, is_equal: bool) -> Result<RequestId, Refusal> {
+    if is_equal {
+        return Ok(RequestId::Train(id.clone(), seq));
+    }
+    let must = "be the number of one request: another one of this model has it";
+    Err(Refusal::invalid("seq_id", seq, must))
+}
+
+/// Returns a sampling session's id.
+fn sampler_id(session: &str, number: u64) -> SamplerId {
+    SamplerId(format!("{session}:sample:{number}"))
+}
+
+impl Sampler {
+    fn new(record: SamplerRecord) -> Self {
+        Self {
+            record,
+            waiting: VecDeque::new(),
+            running: BTreeSet::new(),
+            done: BTreeMap::new(),
+            retrieved: VecDeque::new(),
+            next: 0,
+        }
+    }
+}
+
+impl State {
+    fn add_turn(&mut self, queue: Queue) {
+        if !self.turns.contains(&queue) {
+            self.turns.push_back(queue);
+        }
+    }
+
+    /// Takes a queue's work.
+    fn turn(&mut self, queue: Queue, max_samples: usize) -> Option<Turn> {
+        match queue {
+            Queue::Model(id) => {
+                let model = self.models.get(&id)?;
+                let next = model.next;
+                model
+                    .stored
+                    .contains(&next)
+                    .then_some(Turn::Train(id, next))
+            }
+            Queue::Sampler(id) => {
+                let sampler = self.samplers.get_mut(&id)?;
+                let (_, first) = sampler.waiting.front()?;
+                let sampling = first.sampling.clone();
+                let mut taken = Vec::new();
+                let mut samples = 0;
+                while let Some((_, work)) = sampler.waiting.front() {
+                    let fits = taken.is_empty() || samples + work.num_samples <= max_samples;
+                    if !fits || work.sampling != sampling {
+                        break;
+                    }
+                    samples += work.num_samples;
+                    if let Some((seq, work)) = sampler.waiting.pop_front() {
+                        sampler.running.insert(seq);
+                        taken.push((RequestId::Sample(id.clone(), seq), work));
+                    }
+                }
+                let record = sampler.record.clone();
+                if !sampler.waiting.is_empty() {
+                    self.add_turn(Queue::Sampler(id));
+                }
+                Some(Turn::Sample(record, taken))
+            }
+        }
+    }
+}

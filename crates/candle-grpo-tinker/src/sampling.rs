@@ -1,0 +1,173 @@
+//! Samples from saved weights.
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use candle_grpo_base::progress::{Interrupted, Progress};
+use candle_grpo_nn::Lora;
+use candle_grpo_train::learn::Reference;
+use candle_grpo_train::rollout::{
+    Completion, CompletionSeed, FinishReason, GenerationBatch, Generator, LocalGenerator,
+    PolicyWeights, PromptRequest,
+};
+use candle_grpo_train::{SamplingConfig, TokenBatch};
+
+use crate::base::Base;
+use crate::queue::{Queues, RequestId};
+use crate::work::{Outcome, SampledTokens};
+
+/// A request for samples.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct SampleWork {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) num_samples: usize,
+    pub(crate) seed: u64,
+    pub(crate) max_new_tokens: usize,
+    /// Number of last prompt tokens that get log-probs.
+    pub(crate) prompt_log_probs: Option<usize>,
+    /// Distribution and ends. Requests with equal ones share a batch.
+    pub(crate) sampling: SamplingConfig,
+}
+
+/// Weights to sample from: the base model, or with adapters.
+pub(crate) struct Snapshot {
+    generator: LocalGenerator,
+    policy: Reference,
+}
+
+/// Cancels when the server stops.
+struct UntilStop<'a>(&'a Queues);
+
+impl Progress for UntilStop<'_> {
+    fn is_canceled(&self) -> bool {
+        self.0.is_stopped()
+    }
+}
+
+impl Snapshot {
+    pub(crate) fn new(base: &Base, adapters: Option<&Lora>) -> Result<Self> {
+        let weights = PolicyWeights {
+            version: 0,
+            model: &base.info.model,
+            parameters: &base.parameters,
+            adapters,
+        };
+        let policy = match adapters {
+            None => Reference::shared(&base.info.model, &base.parameters, base.dtype),
+            Some(adapters) => {
+                Reference::with_adapters(&base.info.model, &base.parameters, adapters, base.dtype)
+            }
+        };
+        Ok(Self {
+            generator: LocalGenerator::in_dtype(&weights, base.dtype)?,
+            policy: policy?,
+        })
+    }
+
+    /// Draws samples for requests with one distribution, and publishes each result as soon as
+    /// it is complete.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the generator does, or with [`Interrupted`] when the server stops.
+    pub(crate) fn sample(
+        &self,
+        base: &Base,
+        requests: &[(RequestId, SampleWork)],
+        max_batch_size: usize,
+        queues: &Queues,
+    ) -> Result<()> {
+        let Some((_, first)) = requests.first() else {
+            return Ok(());
+        };
+        let sampling = SamplingConfig {
+            max_batch_size,
+            max_new_tokens: requests
+                .iter()
+                .map(|(_, work)| work.max_new_tokens)
+                .max()
+                .unwrap_or(1),
+            ..first.sampling.clone()
+        };
+        let prompts: Vec<PromptRequest<'_>> = requests
+            .iter()
+            .map(|(_, work)| PromptRequest {
+                tokens: &work.prompt,
+                seeds: (0..work.num_samples as u64)
+                    .map(|sample| CompletionSeed {
+                        seed: work.seed,
+                        stream: 0,
+                        prompt: 0,
+                        sample,
+                        turn: 0,
+                    })
+                    .collect(),
+                max_new_tokens: work.max_new_tokens,
+            })
+            .collect();
+        // The request of each completion, and its place there.
+        let places: Vec<(usize, usize)> = requests
+            .iter()
+            .enumerate()
+            .flat_map(|(request, (_, work))| (0..work.num_samples).map(move |at| (request, at)))
+            .collect();
+        let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
+            .iter()
+            .map(|(_, work)| vec![None; work.num_samples])
+            .collect();
+        let mut deliver = |place: usize, completion: Completion| {
+            let (request, at) = *places
+                .get(place)
+                .context("a completion that was not asked for")?;
+            samples[request][at] = Some(sampled(completion));
+            if samples[request].iter().all(Option::is_some) {
+                let sequences = samples[request].drain(..).flatten().collect();
+                let (id, work) = &requests[request];
+                let prompt_log_probs = self.prompt_log_probs(work, base.parameters.device())?;
+                let outcome = Outcome::Samples {
+                    sequences,
+                    prompt_log_probs,
+                };
+                queues.finish_samples(id, outcome);
+            }
+            Ok(())
+        };
+        let batch = GenerationBatch {
+            prompts: &prompts,
+            sampling: &sampling,
+            decode: Some(&*base.decode),
+            progress: &UntilStop(queues),
+            records_experts: false,
+        };
+        self.generator.generate(&batch, &mut deliver)
+    }
+
+    /// Computes log-probs for a request's last prompt tokens, at temperature 1. Those before
+    /// them are NaN.
+    fn prompt_log_probs(&self, work: &SampleWork, device: &Device) -> Result<Option<Vec<f32>>> {
+        let Some(last) = work.prompt_log_probs else {
+            return Ok(None);
+        };
+        let mut all = vec![f32::NAN; work.prompt.len()];
+        if work.prompt.len() > 1 {
+            let batch = TokenBatch::new(&[work.prompt.split_at(1)], device)?;
+            let found = self.policy.log_probs(&batch, 1.)?.flatten_all()?;
+            let found: Vec<f32> = found.to_vec1()?;
+            let first = work.prompt.len().saturating_sub(last).max(1);
+            all[first..].copy_from_slice(&found[first - 1..]);
+        }
+        Ok(Some(all))
+    }
+}
+
+fn sampled(completion: Completion) -> SampledTokens {
+    SampledTokens {
+        log_probs: completion.log_probs.unwrap_or(completion.drawn_log_probs),
+        is_cut: completion.finish_reason == FinishReason::Length,
+        tokens: completion.tokens,
+    }
+}
+
+/// Returns whether sampling ended because the server stops.
+pub(crate) fn is_stopped(error: &anyhow::Error) -> bool {
+    error.is::<Interrupted>()
+}

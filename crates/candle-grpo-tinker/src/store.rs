@@ -1,0 +1,491 @@
+//! The server's folder: sessions, models, requests, results and weights.
+//!
+//! ```text
+//! sessions/SESSION/session.json
+//!                  models/N/model.json           adapters and where they start from
+//!                           requests/SEQ         promised requests
+//!                           results/SEQ          results
+//!                           states/SEQ/          adapters and optimizer before the request SEQ
+//!                           weights/NAME/        save_weights: a PEFT folder with optimizer state
+//!                           sampler_weights/NAME/  save_weights_for_sampler: a PEFT folder
+//!                  samplers/N.json
+//! ```
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_base::atomic_file;
+use candle_grpo_base::server::Refusal;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::work::{Answered, WeightsKind, Work};
+
+/// Folder version.
+const VERSION: &str = "1";
+
+/// A session in its file.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct SessionRecord {
+    pub(crate) sdk_version: Option<String>,
+    pub(crate) user_metadata: Option<Map<String, Value>>,
+}
+
+/// A model in its file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ModelRecord {
+    pub(crate) start: Start,
+    pub(crate) rank: usize,
+    pub(crate) train_attn: bool,
+    pub(crate) train_mlp: bool,
+}
+
+/// The weights that a model starts from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Start {
+    Seed(u64),
+    /// Saved weights, with the optimizer state if `optimizer`.
+    Weights {
+        path: String,
+        optimizer: bool,
+    },
+}
+
+/// A sampling session in its file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SamplerRecord {
+    /// Saved weights; absent for the base model.
+    pub(crate) model_path: Option<String>,
+}
+
+/// A model's state after a request.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct StateRecord {
+    /// Sequence number of the first request that it does not include.
+    pub(crate) next: u64,
+    /// Result for the last request that it includes.
+    pub(crate) last: Answered,
+}
+
+/// A model's identity.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ModelId {
+    pub(crate) session: String,
+    pub(crate) number: u64,
+}
+
+impl ModelId {
+    /// Reads `SESSION:train:N`.
+    pub(crate) fn parse(id: &str) -> Result<Self, Refusal> {
+        let must = "be a model of this server, SESSION:train:N";
+        let parsed = id.split_once(":train:").and_then(|(session, number)| {
+            Some(Self {
+                session: session_name(session)?.to_owned(),
+                number: number.parse().ok()?,
+            })
+        });
+        parsed.ok_or_else(|| Refusal {
+            status: 404,
+            ..Refusal::invalid("model_id", id, must)
+        })
+    }
+}
+
+impl std::fmt::Display for ModelId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:train:{}", self.session, self.number)
+    }
+}
+
+/// Returns a session's id if it has the form that the server gives, which is a safe file name.
+pub(crate) fn session_name(id: &str) -> Option<&str> {
+    let is_name = id.len() == 32 && id.bytes().all(|b| b.is_ascii_hexdigit());
+    is_name.then_some(id)
+}
+
+/// Saved weights: `tinker://MODEL/KIND/NAME`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WeightsPath {
+    pub(crate) model: ModelId,
+    pub(crate) kind: WeightsKind,
+    pub(crate) name: String,
+}
+
+impl WeightsPath {
+    pub(crate) fn parse(path: &str) -> Result<Self, Refusal> {
+        let must = "be tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME";
+        let invalid = || Refusal::invalid("path", path, must);
+        let rest = path.strip_prefix("tinker://").ok_or_else(invalid)?;
+        let parts: Vec<&str> = rest.split('/').collect();
+        let [model, kind, name] = parts[..] else {
+            return Err(invalid());
+        };
+        let kind = match kind {
+            "weights" => WeightsKind::Training,
+            "sampler_weights" => WeightsKind::Sampler,
+            _ => return Err(invalid()),
+        };
+        Ok(Self {
+            model: ModelId::parse(model)?,
+            kind,
+            name: weights_name(name)?.to_owned(),
+        })
+    }
+}
+
+impl std::fmt::Display for WeightsPath {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "tinker://{}/{}/{}",
+            self.model,
+            self.kind.name(),
+            self.name
+        )
+    }
+}
+
+/// Checks a name for saved weights, which becomes a folder name.
+pub(crate) fn weights_name(name: &str) -> Result<&str, Refusal> {
+    let is_part = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    let is_name = name.bytes().all(is_part) && !name.starts_with('.') && !name.is_empty();
+    if is_name && name.len() <= 128 {
+        return Ok(name);
+    }
+    let must = "be 1 to 128 letters, digits, '-', '_' and '.', not '.' first";
+    Err(Refusal::invalid("path", format!("{name:?}"), must))
+}
+
+/// The server's folder.
+#[derive(Debug)]
+pub(crate) struct Store {
+    folder: PathBuf,
+    _lock: fs::File,
+}
+
+/// A model's requests and results when the server starts.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) requests: BTreeMap<u64, [u8; 32]>,
+    /// Sequence numbers with a result.
+    pub(crate) results: Vec<u64>,
+    /// Sequence number of the first request without a result.
+    pub(crate) next: u64,
+}
+
+impl Store {
+    /// Opens or creates the folder, and locks it.
+    pub(crate) fn open(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder.join("sessions"))
+            .with_context(|| format!("folder: cannot create {}", folder.display()))?;
+        let path = folder.join(".lock");
+        let lock = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)?;
+        if let Err(fs::TryLockError::WouldBlock) = lock.try_lock() {
+            anyhow::bail!(
+                "folder: {}, must be one that no other server has open",
+                folder.display()
+            );
+        }
+        let version = folder.join("version");
+        match fs::read_to_string(&version) {
+            Ok(found) => ensure!(
+                found == VERSION,
+                "folder: {} has the form {found:?}, must have the form {VERSION:?}",
+                folder.display()
+            ),
+            Err(_) => atomic_file::write(&version, VERSION.as_bytes())?,
+        }
+        Ok(Self {
+            folder: folder.to_owned(),
+            _lock: lock,
+        })
+    }
+
+    fn session(&self, id: &str) -> PathBuf {
+        self.folder.join("sessions").join(id)
+    }
+
+    /// A model's folder.
+    pub(crate) fn model(&self, id: &ModelId) -> PathBuf {
+        let models = self.session(&id.session).join("models");
+        models.join(id.number.to_string())
+    }
+
+    /// A model's state folder before the request `next`. A new state has a new name, so that
+    /// there is always a complete one.
+    pub(crate) fn state(&self, id: &ModelId, next: u64) -> PathBuf {
+        self.model(id).join("states").join(next.to_string())
+    }
+
+    /// The folder for saved weights.
+    pub(crate) fn weights(&self, path: &WeightsPath) -> PathBuf {
+        self.model(&path.model)
+            .join(path.kind.name())
+            .join(&path.name)
+    }
+
+    fn request(&self, id: &ModelId, seq: u64) -> PathBuf {
+        self.model(id).join("requests").join(seq.to_string())
+    }
+
+    fn result(&self, id: &ModelId, seq: u64) -> PathBuf {
+        self.model(id).join("results").join(seq.to_string())
+    }
+
+    pub(crate) fn add_session(&self, id: &str, record: &SessionRecord) -> Result<()> {
+        write_json(&self.session(id).join("session.json"), record)
+    }
+
+    /// Returns whether a session was finished.
+    pub(crate) fn is_finished(&self, session: &str) -> bool {
+        self.session(session).join("finished").exists()
+    }
+
+    /// Notes that a session is finished, and removes all but its saved weights.
+    pub(crate) fn finish(&self, session: &str) -> Result<()> {
+        write(&self.session(session).join("finished"), b"")?;
+        for id in self.models(session)? {
+            for part in ["requests", "results", "states"] {
+                let folder = self.model(&id).join(part);
+                if folder.exists() {
+                    atomic_file::remove_folder(&folder)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn add_model(&self, id: &ModelId, record: &ModelRecord) -> Result<()> {
+        write_json(&self.model(id).join("model.json"), record)
+    }
+
+    pub(crate) fn model_record(&self, id: &ModelId) -> Result<ModelRecord> {
+        read_json(&self.model(id).join("model.json"))
+    }
+
+    pub(crate) fn add_sampler(&self, session: &str, n: u64, record: &SamplerRecord) -> Result<()> {
+        let samplers = self.session(session).join("samplers");
+        write_json(&samplers.join(format!("{n}.json")), record)
+    }
+
+    /// Stores a promised request.
+    pub(crate) fn add_request(
+        &self,
+        id: &ModelId,
+        seq: u64,
+        digest: [u8; 32],
+        work: &Work,
+    ) -> Result<()> {
+        write_record(&self.request(id, seq), &(digest, work))
+    }
+
+    /// Reads a promised request; `None` if it was removed.
+    pub(crate) fn read_request(&self, id: &ModelId, seq: u64) -> Result<Option<Work>> {
+        let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
+        Ok(record.map(|(_, work)| work))
+    }
+
+    /// Removes a request that is not needed to restore the model.
+    pub(crate) fn remove_request(&self, id: &ModelId, seq: u64) -> Result<()> {
+        remove_file(&self.request(id, seq))
+    }
+
+    pub(crate) fn add_result(&self, id: &ModelId, seq: u64, answered: &Answered) -> Result<()> {
+        write_record(&self.result(id, seq), answered)
+    }
+
+    pub(crate) fn read_result(&self, id: &ModelId, seq: u64) -> Result<Option<Answered>> {
+        read_record(&self.result(id, seq))
+    }
+
+    pub(crate) fn remove_result(&self, id: &ModelId, seq: u64) -> Result<()> {
+        remove_file(&self.result(id, seq))
+    }
+
+    /// Reads a model's state record; `None` before the first step.
+    pub(crate) fn state_record(&self, id: &ModelId) -> Result<Option<StateRecord>> {
+        match numbers(&self.model(id).join("states"))?.last() {
+            Some(&next) => read_record(&self.state(id, next).join("record")),
+            None => Ok(None),
+        }
+    }
+
+    /// Writes the record for a state that is being saved in `folder`.
+    pub(crate) fn write_state_record(folder: &Path, record: &StateRecord) -> Result<()> {
+        write_record(&folder.join("record"), record)
+    }
+
+    /// Returns all session ids.
+    pub(crate) fn sessions(&self) -> Result<Vec<String>> {
+        let names = names(&self.folder.join("sessions"))?;
+        let sessions = names
+            .into_iter()
+            .filter(|name| session_name(name).is_some());
+        Ok(sessions
+            .filter(|name| self.session(name).join("session.json").exists())
+            .collect())
+    }
+
+    /// Returns a session's models.
+    pub(crate) fn models(&self, session: &str) -> Result<Vec<ModelId>> {
+        let numbers = names(&self.session(session).join("models"))?;
+        let models = numbers.iter().filter_map(|name| name.parse().ok());
+        let models = models.map(|number| ModelId {
+            session: session.to_owned(),
+            number,
+        });
+        Ok(models
+            .filter(|id| self.model(id).join("model.json").exists())
+            .collect())
+    }
+
+    /// Returns a session's sampling sessions.
+    pub(crate) fn samplers(&self, session: &str) -> Result<Vec<(u64, SamplerRecord)>> {
+        let folder = self.session(session).join("samplers");
+        let mut found = Vec::new();
+        for name in names(&folder)? {
+            let number = name.strip_suffix(".json").and_then(|n| n.parse().ok());
+            if let Some(number) = number {
+                found.push((number, read_json(&folder.join(name))?));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Reads which requests and results a model has. Completes what a killed server left:
+    /// the last result that the state includes, and the removal of its requests.
+    pub(crate) fn recover(&self, id: &ModelId) -> Result<Found> {
+        for part in [
+            "requests",
+            "results",
+            "states",
+            "weights",
+            "sampler_weights",
+        ] {
+            let folder = self.model(id).join(part);
+            if folder.exists() {
+                atomic_file::remove_leftovers(&folder)?;
+            }
+        }
+        let mut found = Found::default();
+        if let Some(state) = self.state_record(id)? {
+            let last = state.next.saturating_sub(1);
+            if !self.result(id, last).exists() {
+                self.add_result(id, last, &state.last)?;
+            }
+            found.next = state.next;
+            self.forget_before(id, state.next)?;
+        }
+        found.results = numbers(&self.model(id).join("results"))?;
+        found.next = found
+            .results
+            .iter()
+            .map(|seq| seq + 1)
+            .fold(found.next, u64::max);
+        for seq in numbers(&self.model(id).join("requests"))? {
+            let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
+            if let Some((digest, _)) = record {
+                found.requests.insert(seq, digest);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Removes requests and states before `next`, which the state before `next` includes.
+    pub(crate) fn forget_before(&self, id: &ModelId, next: u64) -> Result<()> {
+        for state in numbers(&self.model(id).join("states"))? {
+            if state < next {
+                atomic_file::remove_folder(&self.state(id, state))?;
+            }
+        }
+        for seq in numbers(&self.model(id).join("requests"))? {
+            if seq < next {
+                self.remove_request(id, seq)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a model's unnamed sampler weights except the last `kept`.
+    pub(crate) fn keep_unnamed(&self, id: &ModelId, kept: usize) -> Result<()> {
+        let folder = self.model(id).join(WeightsKind::Sampler.name());
+        let names = names(&folder)?;
+        let numbers = names.iter().filter_map(|name| name.strip_prefix(UNNAMED));
+        let mut numbers: Vec<u64> = numbers.filter_map(|number| number.parse().ok()).collect();
+        numbers.sort_unstable();
+        for number in numbers.iter().rev().skip(kept) {
+            atomic_file::remove_folder(&folder.join(format!("{UNNAMED}{number}")))?;
+        }
+        Ok(())
+    }
+}
+
+/// Prefix in the names of unnamed sampler weights, before a number.
+pub(crate) const UNNAMED: &str = "unnamed-";
+
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(|| folder.display().to_string()),
+    };
+    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    let mut names: Vec<String> = names.collect::<Result<_>>()?;
+    names.sort();
+    Ok(names)
+}
+
+fn numbers(folder: &Path) -> Result<Vec<u64>> {
+    let names = names(folder)?;
+    let mut numbers: Vec<u64> = names.iter().filter_map(|name| name.parse().ok()).collect();
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    atomic_file::write(path, bytes).with_context(|| format!("writing {}", path.display()))
+}
+
+fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
+    write(path, &serde_json::to_vec_pretty(value)?)
+}
+
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    let read = || -> Result<T> { Ok(serde_json::from_slice(&fs::read(path)?)?) };
+    read().with_context(|| format!("reading {}", path.display()))
+}
+
+fn write_record<T: Serialize>(path: &Path, value: &T) -> Result<()> {
+    write(path, &postcard::to_stdvec(value)?)
+}
+
+fn read_record<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
+    };
+    let value = postcard::from_bytes(&bytes);
+    Ok(Some(
+        value.with_context(|| format!("reading {}", path.display()))?,
+    ))
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}

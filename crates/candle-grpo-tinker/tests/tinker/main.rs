@@ -1,0 +1,9 @@
+//! The server over real HTTP.
+
+mod losses;
+mod malformed;
+mod recovery;
+mod requests;
+mod running;
+mod sampling;
+mod sessions;

@@ -1,0 +1,183 @@
+//! Servers that start again.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+use super::running::{MODEL, Running, example, pass, step};
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// Bodies of a training with a wrong pass in its middle.
+fn bodies(model: &str) -> Vec<(&'static str, Value)> {
+    let texts = [vec![1, 2, 3, 4], vec![5, 6, 7], vec![8, 9, 10, 11, 1]];
+    let mut bodies = Vec::new();
+    for at in 0..4u64 {
+        let seq = 3 * at + 1;
+        for (place, text) in texts.iter().take(2).enumerate() {
+            let text = [text.clone(), vec![at as u32]].concat();
+            let loss = if at == 1 && place == 1 {
+                "wrong"
+            } else {
+                "cross_entropy"
+            };
+            let body = pass(model, seq + place as u64, loss, &[example(&text)]);
+            bodies.push(("forward_backward", body));
+        }
+        bodies.push(("optim_step", step(model, seq + 2)));
+    }
+    bodies.push((
+        "forward",
+        pass(model, 13, "cross_entropy", &[example(&texts[2])]),
+    ));
+    bodies
+}
+
+/// The folder after each request is what a server leaves that is killed there. Another server
+/// continues with the rest, and has the same results.
+#[test]
+fn a_server_continues_after_any_request() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let mut copies = Vec::new();
+    let mut expected = Vec::new();
+    for (call, body) in bodies(&model) {
+        expected.push(server.call(call, &body));
+        let copied = tempdir().unwrap();
+        copy(folder.path(), copied.path());
+        copies.push(copied);
+    }
+    drop(server);
+    for (done, folder) in copies.iter().enumerate() {
+        let server = Running::start(folder.path());
+        let promises: Vec<Value> = bodies(&model)
+            .iter()
+            .map(|(call, body)| server.post(call, body))
+            .collect();
+        let results: Vec<Value> = promises
+            .iter()
+            .map(|promise| server.result(promise))
+            .collect();
+        assert_eq!(results, expected, "after request {done}");
+    }
+}
+
+/// Requests that were promised and not begun are executed by the next server.
+#[test]
+fn promises_are_kept() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let bodies = bodies(&model);
+    let expected: Vec<Value> = bodies
+        .iter()
+        .map(|(call, body)| server.call(call, body))
+        .collect();
+    drop(server);
+
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let bodies = self::bodies(&model);
+    // The first request is missing, so none begins.
+    let promises: Vec<Value> = bodies[1..]
+        .iter()
+        .map(|(call, body)| server.post(call, body))
+        .collect();
+    drop(server);
+    let server = Running::start(folder.path());
+    let first = server.post(bodies[0].0, &bodies[0].1);
+    let promises = [vec![first], promises].concat();
+    let results: Vec<Value> = promises
+        .iter()
+        .map(|promise| server.result(promise))
+        .collect();
+    assert_eq!(results, expected);
+}
+
+/// A server that is killed between a step's state and its result has the result in the state.
+#[test]
+fn a_step_is_not_made_twice() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4])];
+    server.call("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    let body = step(&model, 2);
+    let promise = server.post("optim_step", &body);
+    let stepped = server.result(&promise);
+    let after = server.call("forward", &pass(&model, 3, "cross_entropy", &data));
+    drop(server);
+    let models = folder
+        .path()
+        .join("sessions")
+        .join(&session)
+        .join("models/0");
+    fs::remove_file(models.join("results/2")).unwrap();
+    fs::remove_file(models.join("results/3")).unwrap();
+    let server = Running::start(folder.path());
+    assert_eq!(server.result(&promise), stepped);
+    assert_eq!(
+        server.call("forward", &pass(&model, 3, "cross_entropy", &data)),
+        after
+    );
+}
+
+#[test]
+fn samples_must_be_sent_again() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let body = json!({
+        "session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL,
+    });
+    let sampler = server.post("create_sampling_session", &body)["sampling_session_id"].clone();
+    let request = json!({
+        "sampling_session_id": sampler, "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 4},
+    });
+    let promise = server.post("asample", &request);
+    let expected = server.result(&promise);
+    drop(server);
+    let server = Running::start(folder.path());
+    let id = json!({"request_id": promise["request_id"]});
+    let gone = server.try_post("retrieve_future", &id);
+    assert_eq!(gone.status, 410);
+    assert!(
+        gone.detail().ends_with("send it again"),
+        "{}",
+        gone.detail()
+    );
+    // The request has the same seed: that of its id.
+    assert_eq!(server.call("asample", &request), expected);
+}
+
+#[test]
+fn unknown_requests_are_refused() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    for (id, status) in [
+        ("nothing", 404),
+        ("a:train:0#x", 404),
+        ("a:sample:0#1", 410),
+    ] {
+        let refused = server.try_post("retrieve_future", &json!({"request_id": id}));
+        assert_eq!(refused.status, status, "{id}");
+    }
+}

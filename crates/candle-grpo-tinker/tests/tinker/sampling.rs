@@ -1,0 +1,193 @@
+//! Samples.
+
+use candle_grpo_tinker::TinkerConfig;
+use rstest::rstest;
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+use super::running::{MODEL, Running, example, pass, step};
+
+/// A sampling session of the base model.
+fn sampler(server: &Running) -> Value {
+    let body = json!({
+        "session_id": server.session(), "sampling_session_seq_id": 0, "base_model": MODEL,
+    });
+    server.post("create_sampling_session", &body)["sampling_session_id"].clone()
+}
+
+fn request(sampler: &Value, seq: u64, params: Value) -> Value {
+    json!({
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]},
+        "sampling_params": params,
+    })
+}
+
+#[test]
+fn a_seed_draws_the_same_samples_in_any_batch() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    let params = json!({"max_tokens": 20, "seed": 7, "stop": []});
+    let alone = server.call("asample", &request(&sampler, 0, params.clone()));
+    // These share a batch if the engine is busy.
+    let promises: Vec<Value> = (1..6)
+        .map(|seq| {
+            let mut params = params.clone();
+            params["seed"] = json!(if seq == 3 { 7 } else { seq });
+            server.post("asample", &request(&sampler, seq, params))
+        })
+        .collect();
+    let results: Vec<Value> = promises
+        .iter()
+        .map(|promise| server.result(promise))
+        .collect();
+    assert_eq!(results[2], alone);
+    assert_ne!(results[0], alone);
+    let sequences = alone["sequences"].as_array().unwrap();
+    assert_ne!(sequences[0], sequences[1]);
+    for sequence in sequences {
+        assert_eq!(sequence["stop_reason"], "length");
+        assert_eq!(sequence["tokens"].as_array().unwrap().len(), 20);
+    }
+}
+
+#[test]
+fn samples_have_the_log_probs_of_the_training_pass() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4, 5])];
+    server.post("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    server.post("optim_step", &step(&model, 2));
+    let save = json!({"model_id": model, "path": "a", "seq_id": 3});
+    let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+    // Without a sampling session, too.
+    let body = json!({
+        "model_path": path, "num_samples": 1, "prompt_logprobs": true,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 9, "stop": []},
+    });
+    let drawn = server.call("asample", &body);
+    let sequence = &drawn["sequences"][0];
+    let tokens: Vec<u32> = serde_json::from_value(sequence["tokens"].clone()).unwrap();
+    let text = [vec![1, 2, 3], tokens].concat();
+    let forward = pass(&model, 4, "cross_entropy", &[example(&text)]);
+    let found = server.call("forward", &forward);
+    let log_probs = found["loss_fn_outputs"][0]["logprobs"]["data"]
+        .as_array()
+        .unwrap();
+    assert_eq!(log_probs[2..], sequence["logprobs"].as_array().unwrap()[..]);
+    let prompt = drawn["prompt_logprobs"].as_array().unwrap();
+    assert_eq!(prompt[0], Value::Null);
+    assert_eq!(prompt[1..], log_probs[..2]);
+}
+
+#[test]
+fn a_sample_ends_at_its_stops() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    let free = json!({"max_tokens": 40, "seed": 7, "stop": []});
+    let free = server.call("asample", &request(&sampler, 0, free));
+    let tokens: Vec<u32> = serde_json::from_value(free["sequences"][0]["tokens"].clone()).unwrap();
+    let letter = |token: u32| char::from(b'a' + token as u8 - 1).to_string();
+    let at = tokens.iter().skip(2).position(|&token| token > 0).unwrap() + 2;
+    let stops = [
+        json!([tokens[at]]),
+        json!(letter(tokens[at])),
+        json!([letter(tokens[at])]),
+    ];
+    let first = tokens
+        .iter()
+        .position(|&token| token == tokens[at] || token == 0)
+        .unwrap();
+    for (seq, stop) in stops.into_iter().enumerate() {
+        let params = json!({"max_tokens": 40, "seed": 7, "stop": stop});
+        let found = server.call("asample", &request(&sampler, seq as u64 + 1, params));
+        let sequence = &found["sequences"][0];
+        assert_eq!(sequence["stop_reason"], "stop", "{found}");
+        assert_eq!(sequence["tokens"], json!(tokens[..=first]));
+    }
+}
+
+#[test]
+fn greedy_samples_are_the_most_likely_tokens() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    let of = |seq: u64, params: Value| server.call("asample", &request(&sampler, seq, params));
+    let greedy = of(0, json!({"max_tokens": 10, "temperature": 0.0, "stop": []}));
+    let top = of(1, json!({"max_tokens": 10, "top_k": 1, "stop": []}));
+    assert_eq!(
+        greedy["sequences"][0]["tokens"],
+        greedy["sequences"][1]["tokens"]
+    );
+    assert_eq!(
+        greedy["sequences"][0]["tokens"],
+        top["sequences"][0]["tokens"]
+    );
+}
+
+/// The client counts on an id for each sample.
+#[test]
+fn each_sample_has_an_id() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    let body = request(&sampler, 0, json!({"max_tokens": 1}));
+    let promise = server.post("asample", &body);
+    assert_eq!(promise["sample_sequence_ids"].as_array().unwrap().len(), 2);
+    assert_eq!(server.post("asample", &body), promise);
+}
+
+#[test]
+fn waiting_requests_have_a_limit() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let sampler = sampler(&server);
+    let body = |seq| request(&sampler, seq, json!({"max_tokens": 1}));
+    let promises = [0, 1].map(|seq| server.post("asample", &body(seq)));
+    let refused = server.try_post("asample", &body(2));
+    assert_eq!(refused.status, 429, "{refused:?}");
+    for promise in &promises {
+        server.result(promise);
+    }
+    server.call("asample", &body(2));
+}
+
+#[rstest]
+#[case(json!({"num_samples": 0}), "num_samples: 0, must be from 1 to 4096")]
+#[case(json!({"topk_prompt_logprobs": 2}), "topk_prompt_logprobs: 2, must be 0")]
+#[case(json!({"prompt": {"chunks": []}}), "prompt: [], must have at least one token")]
+#[case(json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "prompt.chunks[0].type: image, must be encoded_text")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below 12")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [-1]}]}}), "prompt.chunks[0].tokens[0]: -1, must be a token")]
+#[case(json!({"sampling_params": {"max_tokens": 62}}), "sampling_params.max_tokens: 62, must be from 1 to 61")]
+#[case(json!({"sampling_params": {"temperature": -1.0}}), "sampling_params.temperature: -1.0, must be from 1e-6")]
+#[case(json!({"sampling_params": {"top_p": 0.0}}), "sampling_params.top_p: 0, must be")]
+#[case(json!({"sampling_params": {"top_k": -2}}), "sampling_params.top_k: -2, must be at least -1")]
+#[case(json!({"sampling_params": {"stop": [12]}}), "sampling_params.stop_token_ids[1]: 12, must be below 12")]
+#[case(json!({"sampling_session_id": "none:sample:0"}), "sampling_session_id: none:sample:0, must be one that this server returned")]
+#[case(json!({"prompt_logprobs_last_n": 1}), "prompt_logprobs_last_n: 1, must be from 1")]
+fn wrong_requests_name_the_argument(#[case] change: Value, #[case] words: &str) {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut body = request(&sampler(&server), 0, json!({"max_tokens": 1}));
+    for (key, value) in change.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    let refused = server.try_post("asample", &body);
+    assert!((400..500).contains(&refused.status), "{refused:?}");
+    assert!(
+        refused.detail().starts_with(words),
+        "{} {words}",
+        refused.detail()
+    );
+}

@@ -1,0 +1,350 @@
+//! Sessions, models and their order.
+
+use std::thread;
+
+use candle_grpo_tinker::{TinkerConfig, TinkerServer};
+use rstest::rstest;
+use serde_json::{Value, json};
+use tempfile::tempdir;
+
+use super::running::{MODEL, Running, example, pass, pretrained, step};
+
+fn texts() -> [Vec<u32>; 4] {
+    [
+        vec![1, 2, 3, 4, 5, 6],
+        vec![1, 2, 3, 9, 9],
+        vec![7, 7, 7, 7],
+        vec![10, 11, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+    ]
+}
+
+/// Trains a model for three steps and samples from it. Returns all results.
+fn train(server: &Running, seed: u64) -> Vec<Value> {
+    let session = server.session();
+    let model = server.model(&session, 0, seed);
+    let mut promises = Vec::new();
+    for at in 0..3u64 {
+        let texts = texts();
+        let data = [
+            example(&texts[at as usize]),
+            example(&texts[at as usize + 1]),
+        ];
+        let body = pass(&model, 2 * at + 1, "cross_entropy", &data);
+        promises.push(server.post("forward_backward", &body));
+        promises.push(server.post("optim_step", &step(&model, 2 * at + 2)));
+    }
+    let save = json!({"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0});
+    let mut results: Vec<Value> = promises
+        .iter()
+        .map(|promise| server.result(promise))
+        .collect();
+    let saved = server.call("save_weights_for_sampler", &save);
+    let samples = json!({
+        "sampling_session_id": saved["sampling_session_id"],
+        "seq_id": 0,
+        "num_samples": 3,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 12, "seed": 5},
+        "prompt_logprobs": true,
+    });
+    results.push(server.call("asample", &samples));
+    results
+}
+
+#[test]
+fn two_sessions_beside_each_other_have_the_bits_of_each_alone() {
+    let alone = [1, 2].map(|seed| {
+        let folder = tempdir().unwrap();
+        train(&Running::start(folder.path()), seed)
+    });
+    assert_ne!(alone[0], alone[1]);
+    let folder = tempdir().unwrap();
+    // One of the two is loaded again at every turn.
+    let server = Running::with(TinkerConfig {
+        micro_batch_tokens: 16,
+        max_loaded_models: 1,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let together = thread::scope(|scope| {
+        let threads = [1, 2].map(|seed| {
+            scope.spawn({
+                let server = &server;
+                move || train(server, seed)
+            })
+        });
+        threads.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(together, alone);
+}
+
+#[test]
+fn requests_execute_in_the_order_of_their_numbers() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&texts()[0])];
+    let last = server.post("forward", &pass(&model, 3, "cross_entropy", &data));
+    let second = server.post("optim_step", &step(&model, 2));
+    let first = server.post("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    let before = server.result(&first)["metrics"]["loss:sum"]
+        .as_f64()
+        .unwrap();
+    server.result(&second);
+    let after = server.result(&last)["metrics"]["loss:sum"]
+        .as_f64()
+        .unwrap();
+    assert!(after < before, "{after} {before}");
+}
+
+#[test]
+fn a_repeated_request_has_one_result() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let body = pass(&model, 1, "cross_entropy", &[example(&texts()[0])]);
+    let promises = [0, 1].map(|_| server.post("forward_backward", &body));
+    assert_eq!(promises[0], promises[1]);
+    let first = server.result(&promises[0]);
+    assert_eq!(server.post("forward_backward", &body), promises[0]);
+    assert_eq!(server.result(&promises[0]), first);
+    let other = server.try_post("optim_step", &step(&model, 1));
+    assert_eq!(other.status, 400);
+    let words = "seq_id: 1, must be the number of one request: another one of this model has it";
+    assert_eq!(other.detail(), words);
+}
+
+#[test]
+fn saved_weights_continue_with_their_optimizer() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&texts()[0])];
+    let train = |model: &str, seq: u64| {
+        server.post(
+            "forward_backward",
+            &pass(model, seq, "cross_entropy", &data),
+        );
+        server.call("optim_step", &step(model, seq + 1));
+        server.call("forward", &pass(model, seq + 2, "cross_entropy", &data))
+    };
+    train(&model, 1);
+    let save = json!({"model_id": model, "path": "first", "seq_id": 4});
+    let path = server.call("save_weights", &save)["path"].clone();
+    assert_eq!(path, format!("tinker://{model}/weights/first"));
+    let expected = train(&model, 5);
+    for (number, optimizer) in [(1, true), (2, false)] {
+        let load = json!({
+            "session_id": session, "model_seq_id": number, "path": path, "optimizer": optimizer,
+        });
+        assert_eq!(server.call("load_weights", &load)["path"], path);
+        let id = format!("{session}:train:{number}");
+        let info = server.post("get_info", &json!({"model_id": id}));
+        assert_eq!(
+            (&info["lora_rank"], &info["model_name"]),
+            (&json!(4), &json!(MODEL))
+        );
+        assert_eq!(train(&id, 1) == expected, optimizer);
+    }
+    let info = server.post("weights_info", &json!({"tinker_path": path}));
+    assert_eq!(
+        (&info["base_model"], &info["lora_rank"]),
+        (&json!(MODEL), &json!(4))
+    );
+}
+
+#[test]
+fn saved_weights_are_peft_folders() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let save = json!({"model_id": model, "path": "mine", "seq_id": 1});
+    server.call("save_weights_for_sampler", &save);
+    let models = folder
+        .path()
+        .join("sessions")
+        .join(&session)
+        .join("models/0");
+    let saved = models.join("sampler_weights/mine");
+    let config = std::fs::read(saved.join("adapter_config.json")).unwrap();
+    let config: Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(
+        (&config["r"], &config["lora_alpha"]),
+        (&json!(4), &json!(32))
+    );
+    assert_eq!(config["base_model_name_or_path"], MODEL);
+    assert!(saved.join("adapter_model.safetensors").exists());
+}
+
+#[test]
+fn a_finished_session_ends() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let heartbeat = json!({"session_id": session});
+    assert_eq!(server.try_post("session_heartbeat", &heartbeat).status, 200);
+    server.post(
+        &format!("sessions/{session}/finish"),
+        &json!({"reason": {"type": "success"}}),
+    );
+    assert_eq!(server.try_post("session_heartbeat", &heartbeat).status, 410);
+    let late = server.try_post("optim_step", &step(&model, 1));
+    assert_eq!(late.status, 404);
+    assert!(
+        late.detail()
+            .starts_with(&format!("model_id: {model}, must be"))
+    );
+}
+
+#[test]
+fn waiting_requests_have_a_limit() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let model = server.model(&server.session(), 0, 1);
+    // They wait for the first.
+    server.post("optim_step", &step(&model, 2));
+    server.post("optim_step", &step(&model, 3));
+    let refused = server.try_post("optim_step", &step(&model, 4));
+    assert_eq!(refused.status, 429);
+    assert!(
+        refused.detail().contains("--max-waiting"),
+        "{}",
+        refused.detail()
+    );
+}
+
+#[rstest]
+#[case(json!({"base_model": "other"}), "base_model: other, must be \"tiny\", the model of this server")]
+#[case(json!({"lora_config": {"rank": 0}}), "lora_config: rank: 0, must be at least 1")]
+#[case(json!({"lora_config": {"rank": 2, "train_mlp": false, "train_attn": false}}), "lora_config: target_modules: [], must name at least one linear map")]
+#[case(json!({"optimizer_config": {"type": "dimuon"}}), "optimizer_config.type: dimuon, must be adamw")]
+fn models_that_the_server_cannot_create_are_refused(#[case] change: Value, #[case] words: &str) {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut body = json!({
+        "session_id": server.session(), "model_seq_id": 0, "base_model": MODEL,
+    });
+    for (key, value) in change.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    let refused = server.try_post("create_model", &body);
+    assert_eq!((refused.status, refused.detail().as_str()), (400, words));
+}
+
+/// A wrong request has its turn: its future has the error, and the next request is executed.
+#[test]
+fn a_wrong_pass_is_a_failed_result() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let good = example(&texts()[0]);
+    let with = |key: &str, value: Value| {
+        let mut example = good.clone();
+        example["loss_fn_inputs"][key] = value;
+        example
+    };
+    let cases = [
+        ("dro", good.clone(), "loss_fn: dro, must be cross_entropy"),
+        (
+            "ppo",
+            good.clone(),
+            "data[0].advantages: absent, must be given",
+        ),
+        (
+            "cross_entropy",
+            with("target_tokens", super::running::tokens(&[1])),
+            "data[0].target_tokens: 1 values, must have 5",
+        ),
+        (
+            "cross_entropy",
+            with("target_tokens", super::running::tokens(&[1, 2, 3, 4, 99])),
+            "target_tokens[4]: 99, must be below the vocabulary size 12",
+        ),
+        (
+            "cross_entropy",
+            with("weights", super::running::tokens(&[1, 1])),
+            "data[0].weights: 2 values, must have 5",
+        ),
+        (
+            "cross_entropy",
+            with("target_tokens", json!({"data": [[1]], "dtype": "int64"})),
+            "forward_backward_input: ",
+        ),
+    ];
+    for (at, (loss, example, words)) in cases.into_iter().enumerate() {
+        let body = pass(&model, at as u64 + 1, loss, &[example]);
+        let failed = server.call("forward_backward", &body);
+        let error = failed["error"]
+            .as_str()
+            .unwrap_or_else(|| panic!("{failed}"));
+        assert!(error.contains(words), "{error:?} {words:?}");
+        assert_eq!(failed["category"], "user");
+    }
+    let found = server.call(
+        "forward_backward",
+        &pass(&model, 7, "cross_entropy", &[good]),
+    );
+    assert!(found["metrics"]["loss:sum"].as_f64().unwrap() > 0.);
+}
+
+#[test]
+fn a_step_without_gradients_is_a_failed_result() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.model(&server.session(), 0, 1);
+    let failed = server.call("optim_step", &step(&model, 1));
+    let error = failed["error"].as_str().unwrap();
+    assert!(error.contains("gradient"), "{error}");
+}
+
+#[test]
+fn a_server_with_a_key_refuses_requests_without_it() {
+    let folder = tempdir().unwrap();
+    // Set by nobody: the name is an error before the server starts.
+    let config = TinkerConfig {
+        api_key_env: Some("CANDLE_GRPO_NO_SUCH_KEY".to_owned()),
+        ..TinkerConfig::new(folder.path(), MODEL)
+    };
+    assert!(config.validate().is_ok());
+    let open = TinkerConfig {
+        listen: ([0, 0, 0, 0], 0).into(),
+        ..TinkerConfig::new(folder.path(), MODEL)
+    };
+    let error = open.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("api_key_env: absent, must name a variable"),
+        "{error}"
+    );
+    // PATH is a variable with visible characters.
+    let key = std::env::var("PATH").unwrap();
+    let server = Running::with(TinkerConfig {
+        api_key_env: Some("PATH".to_owned()),
+        ..config
+    });
+    let body = br#"{"sdk_version": "0"}"#;
+    for (headers, status) in [
+        (vec![], 401),
+        (vec![("x-api-key", "tml-wrong")], 401),
+        (vec![("x-api-key", key.as_str())], 200),
+    ] {
+        assert_eq!(server.send("create_session", &headers, body).status, status);
+    }
+}
+
+#[test]
+fn one_server_has_a_folder() {
+    let folder = tempdir().unwrap();
+    let _server = Running::start(folder.path());
+    let config = TinkerConfig::new(folder.path(), MODEL);
+    let error = TinkerServer::start(config, pretrained()).unwrap_err();
+    assert!(
+        error.to_string().contains("no other server has open"),
+        "{error}"
+    );
+}

@@ -1,0 +1,92 @@
+//! `grpo serve`.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+
+use candle_grpo::config::ModelConfig;
+use candle_grpo::tinker::{TinkerConfig, TinkerServer};
+use candle_grpo::train::ComputeDType;
+
+use super::console::Console;
+use super::exit::Exit;
+use super::load;
+
+#[derive(clap::Args)]
+pub(super) struct ServeArguments {
+    /// Serve this model with the API of Tinker: a Hugging Face directory, a GGUF file, a run
+    /// directory (its best checkpoint), or a Hugging Face hub name.
+    #[arg(long, value_name = "MODEL", required = true)]
+    tinker: PathBuf,
+    /// The port; 0 takes a free one.
+    #[arg(long, default_value_t = 8000)]
+    port: u16,
+    /// The address. Any but a loopback address needs --api-key-env.
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    host: IpAddr,
+    /// The directory for sessions, results and weights.
+    #[arg(long, default_value = "grpo-tinker", value_name = "FOLDER")]
+    folder: PathBuf,
+    /// The model name for clients, which they pass as base_model. Default: MODEL. The client loads
+    /// its tokenizer by this name.
+    #[arg(long)]
+    name: Option<String>,
+    /// The environment variable with the API key.
+    #[arg(long, value_name = "VARIABLE")]
+    api_key_env: Option<String>,
+    /// Compute in bf16 instead of f32.
+    #[arg(long)]
+    bf16: bool,
+    /// The maximum number of tokens in a training pass, unless a single example has more.
+    #[arg(long, default_value_t = 4096, value_name = "N")]
+    micro_batch_tokens: usize,
+    /// The maximum number of samples drawn at the same time.
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    max_batch_size: usize,
+    /// The maximum size of a request in bytes.
+    #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
+    max_request_bytes: usize,
+    /// The maximum number of waiting requests of a model or a sampling session.
+    #[arg(long, default_value_t = 1024, value_name = "N")]
+    max_waiting: usize,
+    /// The number of models that stay in memory. Others are loaded again when their turn comes.
+    #[arg(long, default_value_t = 8, value_name = "N")]
+    max_loaded_models: usize,
+    /// Only log warnings.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Serves a model until it is asked to stop.
+pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
+    let name = arguments.name.clone();
+    let config = TinkerConfig {
+        listen: SocketAddr::new(arguments.host, arguments.port),
+        folder: arguments.folder.clone(),
+        model_name: name.unwrap_or_else(|| arguments.tinker.display().to_string()),
+        api_key_env: arguments.api_key_env.clone(),
+        compute_dtype: if arguments.bf16 {
+            ComputeDType::Bf16
+        } else {
+            ComputeDType::F32
+        },
+        micro_batch_tokens: arguments.micro_batch_tokens,
+        max_batch_size: arguments.max_batch_size,
+        max_request_bytes: arguments.max_request_bytes,
+        max_waiting: arguments.max_waiting,
+        max_loaded_models: arguments.max_loaded_models,
+    };
+    // Wrong options are errors before the model is loaded.
+    let config_error = |error: anyhow::Error| Exit::Config(format!("{error:#}"));
+    config.validate().map_err(config_error)?;
+    let console = Console::new(arguments.quiet);
+    let pretrained = load::model(&ModelConfig {
+        path: load::model_file(&arguments.tinker, &console)?,
+        ..ModelConfig::default()
+    })?;
+    let server = TinkerServer::start(config, pretrained).map_err(config_error)?;
+    console.stop_when_asked();
+    console.print(&format!("http://{}", server.address()))?;
+    console.wait_for_stop();
+    drop(server);
+    Ok(())
+}
