@@ -1,22 +1,52 @@
 //! Servers that start again.
 
-use std::fs;
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
 use super::running::{MODEL, Running, example, pass, step};
 
-fn copy(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        let target = to.join(entry.file_name());
-        if entry.file_type().unwrap().is_dir() {
-            copy(&entry.path(), &target);
+/// The contents of all files, and the directories, by path.
+type Files = BTreeMap<PathBuf, Option<Vec<u8>>>;
+
+/// Reads all files and directories below `folder` into `files`.
+fn read(folder: &Path, files: &mut Files) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            read(&path, files)?;
+            files.insert(path, None);
         } else {
-            fs::copy(entry.path(), target).unwrap();
+            let bytes = fs::read(&path)?;
+            files.insert(path, Some(bytes));
+        }
+    }
+    Ok(())
+}
+
+/// Copies a server's folder. The server removes files after it has answered, so they are read until
+/// two readings agree.
+fn copy(from: &Path, to: &Path) {
+    let mut last = None;
+    let files = loop {
+        let mut files = Files::new();
+        let files = read(from, &mut files).ok().map(|()| files);
+        if files.is_some() && files == last {
+            break files.unwrap();
+        }
+        last = files;
+    };
+    for (path, bytes) in files {
+        let path = to.join(path.strip_prefix(from).unwrap());
+        match bytes {
+            None => fs::create_dir_all(path).unwrap(),
+            Some(bytes) => {
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, bytes).unwrap();
+            }
         }
     }
 }

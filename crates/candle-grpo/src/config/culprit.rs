@@ -8,17 +8,31 @@ use super::schema::alternatives;
 use super::tree::{TypeError, shown};
 
 /// Returns the path to the first value at or below `path` that `schema` rejects for the reason in
-/// `error`.
+/// `error`. If the schema accepts them all, as it does a text that is no address, returns the path
+/// to the first value that the error shows.
 pub(super) fn culprit(
     schema: &Value,
     value: &Value,
     path: &str,
     error: &TypeError,
 ) -> Option<String> {
+    let rejected = find(schema, value, path, |schemas, value| {
+        rejects(schemas, value, error)
+    });
+    rejected.or_else(|| find(schema, value, path, |_, value| shows(error, value)))
+}
+
+/// Returns the path to the first value at or below `path` for which `is_found` returns true.
+fn find(
+    schema: &Value,
+    value: &Value,
+    path: &str,
+    is_found: impl Fn(&[&Value], &Value) -> bool,
+) -> Option<String> {
     let mut open = vec![(String::new(), value, vec![schema])];
     while let Some((at, value, schemas)) = open.pop() {
         let schemas = of_kind(alternatives(schema, schemas), value);
-        if is_within(&at, path) && rejects(&schemas, value, error) {
+        if is_within(&at, path) && is_found(&schemas, value) {
             return Some(at);
         }
         let schemas = schemas.iter().copied();
@@ -89,6 +103,17 @@ fn rejects(schemas: &[&Value], value: &Value, error: &TypeError) -> bool {
         TypeError::WrongKind { found, .. } => *found == shown(value) && !fits(),
         TypeError::Other(_) => !fits(),
     }
+}
+
+/// Returns whether the error begins with a value that is not a section or a list.
+fn shows(error: &TypeError, value: &Value) -> bool {
+    let is_scalar = !value.is_object() && !value.is_array() && !value.is_null();
+    is_scalar
+        && match error {
+            TypeError::WrongKind { found, .. } => *found == shown(value),
+            TypeError::Other(message) => message.starts_with(&format!("{}, must", shown(value))),
+            _ => false,
+        }
 }
 
 /// Returns whether a schema has the type of `value`, or none.
