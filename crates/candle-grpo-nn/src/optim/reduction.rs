@@ -1,37 +1,70 @@
 //! Gradient sums over all ranks, computed while the backward pass still runs.
 
-use std::collections::BTreeSet;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-use candle_core::{Error, Result, Tensor, bail};
+use candle_core::{Error, Result, Shape, Tensor, bail};
+use candle_grpo_collective::Collective;
 
-use super::shard::Shard;
+use crate::weights::shard::Shard;
 
 /// Minimum bucket size in elements: 25 MiB in f32, as in PyTorch's `DistributedDataParallel`. Fewer
 /// calls spend less time on latency, while more calls overlap better with the backward pass.
 const BUCKET: usize = 25 << 18;
 
-/// A thread that sums gradient buckets over all ranks, in place and in order.
+/// The sums that a rank receives.
+#[derive(Clone)]
+pub(super) enum Sums {
+    /// Every rank receives all sums, in place.
+    Whole(Arc<dyn Collective>),
+    /// Each rank receives the sums for its own part, in place.
+    Parts(Shard),
+    /// Each rank receives the sums for its own part apart, and frees the gradients.
+    Divided(Shard),
+}
+
+impl Sums {
+    /// The number of buckets that may wait while another is summed. Gradients that are freed
+    /// afterwards must not pile up.
+    fn waiting(&self) -> usize {
+        match self {
+            Self::Whole(_) | Self::Parts(_) => 1024,
+            Self::Divided(_) => 0,
+        }
+    }
+}
+
+/// The sums for this rank's part of each gradient, as [`Shard::keep`] lays them out, with the shape
+/// of the whole.
+pub(super) type Kept = BTreeMap<String, (Tensor, Shape)>;
+
+/// A gradient with its name.
+type Named = (String, Tensor);
+
+/// A thread that sums gradient buckets over all ranks, in order.
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
-    buckets: Option<Sender<Vec<Tensor>>>,
-    thread: Option<JoinHandle<Result<()>>>,
+    buckets: Option<SyncSender<Vec<Named>>>,
+    thread: Option<JoinHandle<Result<Kept>>>,
     /// The next bucket, and how many elements it has.
-    bucket: Vec<Tensor>,
+    bucket: Vec<Named>,
     elements: usize,
     added: BTreeSet<String>,
+    frees: bool,
 }
 
 impl Reduction {
-    /// Starts the thread. With `scatter`, each rank receives only the sums for its own part.
-    pub(super) fn start(shard: Shard, scatter: bool) -> Result<Self> {
-        let (buckets, received) = channel();
+    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`.
+    pub(super) fn start(sums: Sums, kept: Kept) -> Result<Self> {
+        let (buckets, received) = sync_channel(sums.waiting());
+        let frees = matches!(sums, Sums::Divided(_));
         let thread = Builder::new()
             .name("gradients".to_owned())
-            .spawn(move || reduce(&shard, scatter, &received))
+            .spawn(move || reduce(&sums, kept, &received))
             .map_err(Error::wrap)?;
         Ok(Self {
             buckets: Some(buckets),
@@ -39,18 +72,39 @@ impl Reduction {
             bucket: Vec::new(),
             elements: 0,
             added: BTreeSet::new(),
+            frees,
         })
+    }
+
+    /// Returns whether the sums are apart, so that added gradients must be freed.
+    pub(super) fn frees(&self) -> bool {
+        self.frees
+    }
+
+    /// Returns whether the gradient of this name was added.
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.added.contains(name)
     }
 
     /// Adds a gradient to the next bucket, unless already added. Do not use the gradient until
     /// [`Self::finish`].
-    pub(super) fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
-        if self.added.insert(name.to_owned()) {
-            self.elements += gradient.elem_count();
-            self.bucket.push(gradient.clone());
-            if self.elements >= BUCKET {
-                self.send()?;
+    ///
+    /// # Errors
+    ///
+    /// If another one of this name was added and freed.
+    pub(super) fn add(&mut self, name: &str, gradient: Tensor) -> Result<()> {
+        if !self.added.insert(name.to_owned()) {
+            if self.frees {
+                bail!(
+                    "gradient of {name}: two in a backward pass, must be one when it is complete"
+                );
             }
+            return Ok(());
+        }
+        self.elements += gradient.elem_count();
+        self.bucket.push((name.to_owned(), gradient));
+        if self.elements >= BUCKET {
+            self.send()?;
         }
         Ok(())
     }
@@ -60,19 +114,19 @@ impl Reduction {
         let bucket = std::mem::take(&mut self.bucket);
         match &self.buckets {
             Some(buckets) if buckets.send(bucket).is_ok() => Ok(()),
-            _ => self.join(),
+            _ => self.join().map(drop),
         }
     }
 
-    /// Waits until all buckets are summed.
-    pub(super) fn finish(mut self) -> Result<()> {
+    /// Waits until all buckets are summed. Returns the sums that are apart.
+    pub(super) fn finish(mut self) -> Result<Kept> {
         if !self.bucket.is_empty() {
             self.send()?;
         }
         self.join()
     }
 
-    fn join(&mut self) -> Result<()> {
+    fn join(&mut self) -> Result<Kept> {
         self.buckets = None;
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
@@ -91,14 +145,42 @@ impl Drop for Reduction {
     }
 }
 
-fn reduce(shard: &Shard, scatter: bool, buckets: &Receiver<Vec<Tensor>>) -> Result<()> {
-    let collective = &shard.0;
+fn reduce(sums: &Sums, mut kept: Kept, buckets: &Receiver<Vec<Named>>) -> Result<Kept> {
+    let mut started = Vec::new();
     while let Ok(bucket) = buckets.recv() {
-        if scatter {
-            shard.start_reduce_scatter_sum(&bucket)?
-        } else {
-            collective.start_all_reduce_sum(&bucket.iter().collect::<Vec<_>>())?
+        let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
+        match sums {
+            Sums::Whole(collective) => {
+                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
+            }
+            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
+            Sums::Divided(shard) => {
+                // The bucket before is summed while the backward pass computes this one.
+                keep(shard, std::mem::replace(&mut started, bucket), &mut kept)?;
+                shard.start_reduce_scatter_sum(&tensors)?;
+            }
         }
     }
-    collective.finish()
+    match sums {
+        Sums::Whole(collective) => collective.finish()?,
+        Sums::Parts(shard) => shard.collective.finish()?,
+        Sums::Divided(shard) => keep(shard, started, &mut kept)?,
+    }
+    Ok(kept)
+}
+
+/// Waits for the sums in a bucket, keeps this rank's part, and frees the rest.
+fn keep(shard: &Shard, bucket: Vec<Named>, kept: &mut Kept) -> Result<()> {
+    if !bucket.is_empty() {
+        shard.collective.finish()?;
+    }
+    for (name, gradient) in bucket {
+        let own = shard.keep(&gradient, gradient.elem_count())?;
+        let sum = match kept.remove(&name) {
+            None => own,
+            Some((sum, _)) => (sum + own)?,
+        };
+        kept.insert(name, (sum, gradient.shape().clone()));
+    }
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! The trained policy.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
@@ -14,7 +15,7 @@ use candle_grpo_loss::{
     linear_distillation_loss, linear_policy_loss, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
-use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
     DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
@@ -396,7 +397,8 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
-    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    /// be the last of the optimizer step unless [`Self::reduces_each_pass`]. All ranks call it, and
+    /// the step of all is the same.
     ///
     /// # Errors
     ///
@@ -405,11 +407,18 @@ impl<M: LanguageModel> Actor<M> {
         self.descent.begin_reduction(collective)
     }
 
-    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
-    /// zero.
-    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+    /// Divides the state of the optimizer, and the gradients with [`Sharding::Resident`], between
+    /// ranks: [`AdamW::sharded`]. The state starts from zero. The f32 weights are divided before
+    /// the actor is created, see [`AdamWConfig::divide`].
+    pub fn shard(&mut self, collective: &Arc<dyn Collective>, sharding: Sharding) -> Result<()> {
         let trained = trained(&self.adapters, &self.parameters);
-        self.descent.shard(trained, collective)
+        self.descent.shard(trained, collective, sharding)
+    }
+
+    /// Returns whether every [`Self::forward_backward`] must follow a
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    pub fn reduces_each_pass(&self) -> bool {
+        self.descent.reduces_each_pass()
     }
 
     /// Multiplies the accumulated gradients by `factor`.
@@ -465,6 +474,16 @@ impl<M: LanguageModel> Actor<M> {
     /// Sets all trained parameters to `values`.
     pub(crate) fn set_trained(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         self.trained().set_values(values)?;
+        Ok(self.copies.refresh()?)
+    }
+
+    /// Sets all trained parameters to those in a safetensors file, of a model with this decoder.
+    pub(crate) fn set_trained_from(
+        &self,
+        path: &Path,
+        decoder: Option<&DecoderConfig>,
+    ) -> Result<()> {
+        self.trained().set_values_from(path, decoder)?;
         Ok(self.copies.refresh()?)
     }
 

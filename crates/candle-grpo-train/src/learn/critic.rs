@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Parameters, ValueHead,
 };
@@ -167,7 +168,8 @@ impl Critic {
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
-    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    /// be the last of the optimizer step unless [`Self::reduces_each_pass`]. All ranks call it, and
+    /// the step of all is the same.
     ///
     /// # Errors
     ///
@@ -176,10 +178,16 @@ impl Critic {
         self.descent.begin_reduction(collective)
     }
 
-    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
-    /// zero.
-    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        self.descent.shard(&self.parameters, collective)
+    /// Divides the state of the optimizer, and the gradients with [`Sharding::Resident`], between
+    /// ranks: [`AdamW::sharded`]. The state starts from zero.
+    pub fn shard(&mut self, collective: &Arc<dyn Collective>, sharding: Sharding) -> Result<()> {
+        self.descent.shard(&self.parameters, collective, sharding)
+    }
+
+    /// Returns whether every [`Self::forward_backward`] must follow a
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    pub fn reduces_each_pass(&self) -> bool {
+        self.descent.reduces_each_pass()
     }
 
     /// Clears the accumulated gradients.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::Collective;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{AdamW, AdamWConfig, ComputeCopies, Gradients, Parameters};
 
 use super::StepStats;
@@ -23,21 +24,33 @@ impl GradientDescent {
         })
     }
 
-    /// Sums the gradients over all ranks while the next backward pass runs, the last one of the
-    /// optimizer step.
+    /// Sums the gradients over all ranks while the next backward pass runs, see
+    /// [`AdamW::begin_reduction`].
     pub(super) fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let scatter = self.optimizer.is_sharded();
-        Ok(self.gradients.begin_reduction(collective, scatter)?)
+        Ok(self
+            .optimizer
+            .begin_reduction(&mut self.gradients, collective)?)
     }
 
-    /// Shares the optimizer state between ranks: [`AdamW::sharded`]. The state starts from zero.
+    /// Returns whether every backward pass sums the gradients, and not only the last one of an
+    /// optimizer step.
+    pub(super) fn reduces_each_pass(&self) -> bool {
+        self.optimizer.sharding() == Sharding::Resident
+    }
+
+    /// Divides the optimizer state between ranks, unless they do already: [`AdamW::sharded`]. The
+    /// state starts from zero.
     pub(super) fn shard(
         &mut self,
         trained: &Parameters,
         collective: &Arc<dyn Collective>,
+        sharding: Sharding,
     ) -> Result<()> {
+        if sharding == self.optimizer.sharding() {
+            return Ok(());
+        }
         let config = self.optimizer.config().clone();
-        self.optimizer = AdamW::sharded(config, trained, collective)?;
+        self.optimizer = AdamW::sharded(config, trained, collective, sharding)?;
         Ok(())
     }
 

@@ -4,8 +4,12 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::check;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
+use candle_grpo_nn::optim::{MasterWeights, Sharding};
+use candle_grpo_nn::{
+    BaseWeights, ComputeDType, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters,
+};
 
 use super::needs::{Needs, Source};
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
@@ -42,15 +46,17 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// If the settings are not valid for the model.
     pub fn new(model: C, parameters: Parameters, config: &TrainConfig) -> Result<Self> {
-        Self::with_needs(model, parameters, config, Needs::new(config, None))
+        let alone: Arc<dyn Collective> = Arc::new(Alone);
+        Self::with_needs(model, parameters, config, Needs::new(config, None), &alone)
     }
 
-    /// [`Self::new`] for an algorithm with these needs.
+    /// [`Self::new`] for an algorithm with these needs, on one of the ranks in `collective`.
     pub(super) fn with_needs(
         model: C,
         parameters: Parameters,
         config: &TrainConfig,
         needs: Needs,
+        collective: &Arc<dyn Collective>,
     ) -> Result<Self> {
         config.validate_with(needs)?;
         config.micro_batches()?;
@@ -66,14 +72,29 @@ impl<C: ModelConfig> Models<C> {
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
-        let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
+        let new_critic = |parameters: &Parameters| {
+            let critic = model.decoder().zip(config.critic.clone());
+            let critic = critic.map(|(model, critic)| Critic::new(model, parameters, critic));
+            critic.transpose()
+        };
+        let (actor_config, sharding) = (config.actor(), config.sharding);
+        // A critic starts from the f32 weights, which ranks may divide.
+        let early = divides_weights(&actor_config, adapters.is_some(), sharding)
+            .then(|| new_critic(&parameters))
+            .transpose()?;
+        let ranks = (collective, sharding);
+        let actor = new_actor(&model, parameters, adapters, seed, actor_config, ranks)?;
+        let mut critic = match early {
+            Some(critic) => critic,
+            None => new_critic(actor.parameters())?,
+        };
+        if let Some(critic) = &mut critic {
+            critic.shard(collective, sharding)?;
+        }
         let reference = needs
             .reads(Source::Reference)
             .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
         let reference = reference.transpose()?;
-        let critic = model.decoder().zip(config.critic.clone());
-        let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));
-        let critic = critic.transpose()?;
         Ok(Self {
             reference,
             reference_refresh: config.reference_refresh,
@@ -156,21 +177,41 @@ impl<C: ModelConfig> Models<C> {
     }
 }
 
-/// Creates a policy that starts from `parameters`. With adapters these train; the linear maps under
-/// them are in the given form, and other weights in the dtype of the computation.
+/// Creates a policy that starts from `parameters`, on one of the ranks, which divide what belongs
+/// to it. With adapters these train; the linear maps under them are in the given form, and other
+/// weights in the dtype of the computation.
 pub(crate) fn new_actor<C: ModelConfig>(
     model: &C,
     parameters: Parameters,
     adapters: Option<(LoraConfig, BaseWeights)>,
     seed: u64,
     config: ActorConfig,
+    (collective, sharding): (&Arc<dyn Collective>, Sharding),
 ) -> Result<Actor<C::Model>> {
-    let (Some(decoder), Some((adapters, base))) = (model.decoder(), adapters) else {
-        return Actor::new(model.clone(), parameters, config);
+    let mut actor = match (model.decoder(), adapters) {
+        (Some(decoder), Some((adapters, base))) => {
+            let adapters = Lora::init(adapters, decoder, seed, parameters.device());
+            let adapters = adapters.context("adapters")?;
+            let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
+            Actor::with_adapters(model.clone(), parameters, adapters, config)?
+        }
+        _ if divides_weights(&config, false, sharding) => {
+            let dtype = config.compute_dtype.into();
+            let parameters = config.optimizer.divide(parameters, dtype, collective)?;
+            Actor::new(model.clone(), parameters, config)?
+        }
+        _ => Actor::new(model.clone(), parameters, config)?,
     };
-    let adapters = Lora::init(adapters, decoder, seed, parameters.device()).context("adapters")?;
-    let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
-    Actor::with_adapters(model.clone(), parameters, adapters, config)
+    actor.shard(collective, sharding)?;
+    Ok(actor)
+}
+
+/// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
+fn divides_weights(config: &ActorConfig, has_adapters: bool, sharding: Sharding) -> bool {
+    sharding == Sharding::Resident
+        && !has_adapters
+        && config.compute_dtype != ComputeDType::F32
+        && config.optimizer.master_weights == MasterWeights::F32
 }
 
 /// Returns [`Interrupted`] as an error if `progress` cancels.

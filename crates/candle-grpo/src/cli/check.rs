@@ -6,6 +6,7 @@ use std::path::Path;
 
 use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
 use candle_grpo::kernels::CpuInstructions;
+use candle_grpo::nn::optim::Sharding;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
 use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plan};
@@ -14,6 +15,7 @@ use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
 use candle_grpo::train::{ComputeDType, Dataset, Pretrained, Prompt};
 use candle_grpo_collective::launch;
+use candle_grpo_core::validate::Name;
 use serde::Serialize;
 
 use super::console::Console;
@@ -126,6 +128,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
         if let Some(advice) = &memory.advice {
             writeln!(out, "  This is {advice}.")?;
         }
+        print_shardings(&memory.of_ranks, &mut out)?;
     }
     print_speed(&run, &mut out)?;
     print_hub_files(&run, &mut out)?;
@@ -394,6 +397,8 @@ struct Memory {
     fitted_tokens: Option<usize>,
     /// The changes that the run needs to fit.
     advice: Option<String>,
+    /// The plans of what several ranks can divide.
+    of_ranks: Vec<(Sharding, MemoryPlan)>,
 }
 
 impl Memory {
@@ -409,6 +414,7 @@ impl Memory {
         let plan = memory.plan(&train)?;
         Ok(Self {
             advice: memory.advice(&plan)?,
+            of_ranks: memory.plans_of_ranks(&train)?,
             plan,
             fitted_tokens,
         })
@@ -429,12 +435,27 @@ fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), E
     Ok(())
 }
 
-/// Prints the memory that the run needs for sequences with these lengths.
-fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
-    let size = |bytes: usize| match bytes >> 30 {
+/// Prints what each rank needs, for all that ranks can divide.
+fn print_shardings(plans: &[(Sharding, MemoryPlan)], out: &mut impl Write) -> Result<(), Exit> {
+    if plans.is_empty() {
+        return Ok(());
+    }
+    let plans = plans.iter();
+    let plans = plans.map(|(sharding, plan)| format!("{} {}", Name(sharding), size(plan.peak())));
+    let plans: Vec<String> = plans.collect();
+    writeln!(out, "  On each rank, by sharding: {}.", plans.join(", "))?;
+    Ok(())
+}
+
+fn size(bytes: usize) -> String {
+    match bytes >> 30 {
         0..10 => format!("{} MiB", bytes.div_ceil(1 << 20)),
         _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    };
+    }
+}
+
+/// Prints the memory that the run needs for sequences with these lengths.
+fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
     writeln!(
         out,
         "Memory: at most about {}, with {lengths}.",

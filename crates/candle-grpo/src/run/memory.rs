@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use candle_grpo_collective::launch;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo_train::data::read_json;
 use candle_grpo_train::learn::{Draws, MemoryFit, MemoryPlan};
@@ -56,7 +57,8 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error if the settings are not valid.
     pub fn plan(&self, train: &TrainConfig) -> Result<MemoryPlan> {
-        let plan = self.prompts.memory_plan(train, self.model)?;
+        let ranks = self.process.ranks;
+        let plan = self.prompts.memory_plan(train, self.model, ranks)?;
         let evaluation = &self.run.evaluation;
         let held_out = evaluation.select(&self.prompts.held_out);
         let plan = match evaluation.every_steps {
@@ -72,6 +74,28 @@ impl<'a> RunMemory<'a> {
             }
         };
         self.process.added_to(plan, train.stored_form())
+    }
+
+    /// Returns the plans of what the ranks of the job can divide, each with its
+    /// [`TrainConfig::sharding`]. None for one rank.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the settings are not valid.
+    pub fn plans_of_ranks(&self, train: &TrainConfig) -> Result<Vec<(Sharding, MemoryPlan)>> {
+        if self.process.ranks == 1 {
+            return Ok(Vec::new());
+        }
+        let all = [Sharding::None, Sharding::Optimizer, Sharding::Resident];
+        let plans = all.map(|sharding| TrainConfig {
+            sharding,
+            ..train.clone()
+        });
+        // Some settings exclude what ranks can divide.
+        let plans = plans.iter().filter(|train| train.validate().is_ok());
+        plans
+            .map(|train| Ok((train.sharding, self.plan(train)?)))
+            .collect()
     }
 
     /// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
@@ -137,8 +161,10 @@ pub fn sft_memory_plan(
     model: &DecoderConfig,
     dataset: &SftDataset,
 ) -> Result<MemoryPlan> {
-    let plan = MemoryPlan::supervised(model, &run.sft, dataset.train.longest_kept())?;
-    ThisProcess::new(run)?.added_to(plan, run.stored_form())
+    let process = ThisProcess::new(run)?;
+    let longest = dataset.train.longest_kept();
+    let plan = MemoryPlan::supervised(model, &run.sft, longest, process.ranks)?;
+    process.added_to(plan, run.stored_form())
 }
 
 /// The parts of a plan that depend on this process and its files.
@@ -147,6 +173,8 @@ struct ThisProcess {
     gguf: Option<Gguf>,
     /// The program itself, in bytes.
     program: usize,
+    /// The number of ranks in the job.
+    ranks: usize,
 }
 
 impl ThisProcess {
@@ -156,6 +184,7 @@ impl ThisProcess {
         Ok(Self {
             gguf: is_stored.then(|| Gguf::open(model)).transpose()?,
             program: peak_of_this_process().unwrap_or(0),
+            ranks: ranks()?,
         })
     }
 
@@ -177,6 +206,11 @@ impl ThisProcess {
             plan.in_program(self.program)
         })
     }
+}
+
+/// Returns the number of ranks in this process's job.
+fn ranks() -> Result<usize> {
+    Ok(launch::environment()?.map_or(1, |found| found.world_size))
 }
 
 /// Returns this process's peak resident memory, after it has read the data and the tokenizer but no
@@ -219,7 +253,7 @@ impl MemoryBudget {
         let free = if cuda_is_enabled() {
             Some(cuda_memory(&device()?)?.free)
         } else {
-            let ranks = launch::environment()?.map_or(1, |found| found.world_size);
+            let ranks = ranks()?;
             free_memory(Path::new("/")).map(|bytes| bytes / ranks)
         };
         Ok(free.map(|free| Self {

@@ -111,6 +111,7 @@ run_trainer!(
         "rollout_log",
         "run_dir",
         "sampling.max_batch_size",
+        "sharding",
         "teacher.server.api_key_env",
         "teacher.server.base_url",
         "teacher.server.max_inflight",
@@ -132,6 +133,7 @@ run_trainer!(
         "model",
         "run_dir",
         "sft.activation_checkpointing",
+        "sft.sharding",
         "threads",
         "trackers",
     ]
