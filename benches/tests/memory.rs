@@ -699,6 +699,41 @@ impl Collective for Rank {
     }
 }
 
+/// With one rank nothing is divided, so that no setting takes more memory than another, also
+/// while a trainer is created.
+#[test]
+fn one_rank_takes_as_much_memory_with_every_sharding() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = dense();
+    let peak_with = |sharding| {
+        let config = SftConfig {
+            max_steps: Some(1),
+            sharding,
+            ..SftConfig::default()
+        };
+        on_two_threads(|| {
+            let rows = examples(16)?;
+            let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+            let count = parameters.num_elements();
+            let before = restart_peak();
+            let trainer = SftTrainer::new(SftParts::new(model.clone(), parameters, rows, config))?;
+            let most = peak() - before;
+            drop(trainer);
+            Ok((most, count))
+        })
+    };
+    let (whole, count) = peak_with(Sharding::None)?;
+    // Two moments.
+    let ratio = whole as f64 / (8 * count) as f64;
+    assert!((1.0..1.1).contains(&ratio), "{ratio}");
+    for sharding in [Sharding::Optimizer, Sharding::Resident] {
+        let (found, _) = peak_with(sharding)?;
+        let ratio = found as f64 / whole as f64;
+        assert!((0.99..1.01).contains(&ratio), "{sharding:?}: {ratio}");
+    }
+    Ok(())
+}
+
 /// A rank that divides everything keeps 2 + 16 / W bytes of each parameter in bf16, and the
 /// gradients of a few blocks.
 #[test]
@@ -724,22 +759,30 @@ fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result
         sharding: Sharding::Resident,
         ..SftConfig::default()
     };
-    let (peak, plan, count) = on_two_threads(|| {
+    let (peak, plan, created, count) = on_two_threads(|| {
         let plan = MemoryPlan::supervised(&model, &config, 16, world_size)?;
         let rows = examples(16)?;
         let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
         let count = parameters.num_elements();
+        let before = restart_peak();
         let mut trainer = SftTrainer::new(SftParts {
             collective: Arc::new(Rank(world_size)),
             ..SftParts::new(model, parameters, rows, config)
         })?;
+        let created = peak().saturating_sub(before);
         trainer.step()?;
         restart_peak();
         trainer.step()?;
         let most = peak();
         drop(trainer);
-        Ok((most - restart_peak(), plan.peak(), count))
+        Ok((most - restart_peak(), plan.peak(), created, count))
     })?;
+    // In place of f32 weights, a rank has rounded ones, its part and divided moments.
+    let kept = count * (2 + 4 / world_size + 8 / world_size - 4);
+    assert!(
+        (kept..kept * 3 / 2).contains(&created),
+        "{created} of {kept}"
+    );
     let ratio = |bytes: usize| bytes as f64 / (count * (2 + 16 / world_size)) as f64;
     println!(
         "{:.3}, planned {:.3}, of {} MiB",

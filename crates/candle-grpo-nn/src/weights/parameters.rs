@@ -406,6 +406,22 @@ impl Parameters {
         masters.gather(name, variable).map(Some)
     }
 
+    /// Returns the weight of this name, in f32 if ranks [divide](crate::AdamWConfig::divide) it.
+    /// Then all ranks must call it together, unlike an [export](Export::with_masters).
+    ///
+    /// # Errors
+    ///
+    /// If there is no weight of this name, or another rank has ended.
+    pub fn whole(&self, name: &str) -> Result<Tensor> {
+        let Some(variable) = self.variables.get(name) else {
+            bail!("parameters: no {name}, must have it");
+        };
+        match &self.masters {
+            Some(masters) => masters.gather(name, variable),
+            None => Ok(variable.as_detached_tensor()),
+        }
+    }
+
     /// Ends the exports [with masters](Export::with_masters) that the other ranks take part in.
     /// Only rank 0 calls it. Does nothing unless ranks divide the weights.
     ///

@@ -120,6 +120,37 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
+        Self::with_weights(model, parameters, config, None)
+    }
+
+    /// Creates an actor on one of the ranks in `collective`, which divide the state of the
+    /// optimizer, and the gradients with [`Sharding::Resident`]: [`AdamW::sharded`]. With
+    /// `adapters` these train: [`Self::with_adapters`].
+    ///
+    /// To divide the f32 weights, too, call [`AdamWConfig::divide`] first.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`] and [`Self::with_adapters`].
+    pub fn sharded<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        adapters: Option<Lora>,
+        config: ActorConfig,
+        ranks: (&Arc<dyn Collective>, Sharding),
+    ) -> Result<Self> {
+        match adapters {
+            Some(adapters) => Self::with_trained(model, parameters, adapters, config, Some(ranks)),
+            None => Self::with_weights(model, parameters, config, Some(ranks)),
+        }
+    }
+
+    fn with_weights<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
         ensure_master_weights(&config.optimizer, config.compute_dtype, false)?;
         let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
             (MasterWeights::F32, _) | (_, DType::BF16) => parameters,
@@ -136,7 +167,7 @@ impl<M: LanguageModel> Actor<M> {
             }
         };
         let policy = build(&model, vb, &config)?;
-        Self::from_policy(policy, parameters, None, copies, config)
+        Self::from_policy(policy, (parameters, None), copies, config, ranks)
     }
 
     /// Creates an actor that trains `adapters` and freezes `parameters`, in the dtype that the
@@ -154,6 +185,16 @@ impl<M: LanguageModel> Actor<M> {
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
+        Self::with_trained(model, parameters, adapters, config, None)
+    }
+
+    fn with_trained<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        adapters: Lora,
+        config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
         let decoder = model
             .decoder()
             .context("adapters: given, must be absent for a custom model")?;
@@ -164,7 +205,8 @@ impl<M: LanguageModel> Actor<M> {
         let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
         let policy = build(&model, vb, &config)?;
-        Self::from_policy(policy, parameters, Some(adapters), copies, config)
+        let weights = (parameters, Some(adapters));
+        Self::from_policy(policy, weights, copies, config, ranks)
     }
 
     /// [`Self::sampler`] of a policy of shape `model`.
@@ -215,15 +257,16 @@ impl<M: LanguageModel> Actor<M> {
             "be false for a custom model",
         )?;
         ensure_f32(&config)?;
-        Self::from_policy(model, variables, None, ComputeCopies::default(), config)
+        let copies = ComputeCopies::default();
+        Self::from_policy(model, (variables, None), copies, config, None)
     }
 
     fn from_policy(
         policy: M,
-        parameters: Parameters,
-        adapters: Option<Lora>,
+        (parameters, adapters): (Parameters, Option<Lora>),
         copies: ComputeCopies,
         config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
         check::non_negative("router_aux_loss_coef", config.router_aux_loss_coef)?;
@@ -233,7 +276,7 @@ impl<M: LanguageModel> Actor<M> {
         }
         let trained = trained(&adapters, &parameters);
         Ok(Self {
-            descent: GradientDescent::new(config.optimizer.clone(), trained)?,
+            descent: GradientDescent::new(config.optimizer.clone(), trained, ranks)?,
             policy,
             parameters,
             adapters,
@@ -405,14 +448,6 @@ impl<M: LanguageModel> Actor<M> {
     /// If the thread that sums cannot be started.
     pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
         self.descent.begin_reduction(collective)
-    }
-
-    /// Divides the state of the optimizer, and the gradients with [`Sharding::Resident`], between
-    /// ranks: [`AdamW::sharded`]. The state starts from zero. The f32 weights are divided before
-    /// the actor is created, see [`AdamWConfig::divide`].
-    pub fn shard(&mut self, collective: &Arc<dyn Collective>, sharding: Sharding) -> Result<()> {
-        let trained = trained(&self.adapters, &self.parameters);
-        self.descent.shard(trained, collective, sharding)
     }
 
     /// Returns whether every [`Self::forward_backward`] must follow a
@@ -608,6 +643,19 @@ pub(crate) fn ensure_master_weights(
         Name(&compute_dtype)
     );
     Ok(check::check(valid, field, "bf16", &must)?)
+}
+
+/// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
+pub(super) fn divides_weights(
+    optimizer: &AdamWConfig,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+    sharding: Sharding,
+) -> bool {
+    sharding == Sharding::Resident
+        && !has_adapters
+        && compute_dtype != ComputeDType::F32
+        && optimizer.master_weights == MasterWeights::F32
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

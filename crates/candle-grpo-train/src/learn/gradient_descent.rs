@@ -17,10 +17,19 @@ pub(crate) struct GradientDescent {
 }
 
 impl GradientDescent {
-    pub(super) fn new(config: AdamWConfig, trained: &Parameters) -> Result<Self> {
+    /// Creates gradients, and an optimizer of which the ranks keep their parts, if there are any.
+    pub(super) fn new(
+        config: AdamWConfig,
+        trained: &Parameters,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
+        let optimizer = match ranks {
+            None => AdamW::new(config, trained)?,
+            Some((collective, sharding)) => AdamW::sharded(config, trained, collective, sharding)?,
+        };
         Ok(Self {
             gradients: Gradients::new(),
-            optimizer: AdamW::new(config, trained)?,
+            optimizer,
         })
     }
 
@@ -36,22 +45,6 @@ impl GradientDescent {
     /// optimizer step.
     pub(super) fn reduces_each_pass(&self) -> bool {
         self.optimizer.sharding() == Sharding::Resident
-    }
-
-    /// Divides the optimizer state between ranks, unless they do already: [`AdamW::sharded`]. The
-    /// state starts from zero.
-    pub(super) fn shard(
-        &mut self,
-        trained: &Parameters,
-        collective: &Arc<dyn Collective>,
-        sharding: Sharding,
-    ) -> Result<()> {
-        if sharding == self.optimizer.sharding() {
-            return Ok(());
-        }
-        let config = self.optimizer.config().clone();
-        self.optimizer = AdamW::sharded(config, trained, collective, sharding)?;
-        Ok(())
     }
 
     /// Clips all ranks' gradients to the norm `max_norm`, makes an optimizer step and clears the

@@ -6,11 +6,10 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::check;
-use candle_grpo_nn::optim::{MasterWeights, Sharding};
-use candle_grpo_nn::{
-    BaseWeights, ComputeDType, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters,
-};
+use candle_grpo_nn::optim::Sharding;
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
+use super::actor::divides_weights;
 use super::needs::{Needs, Source};
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::checksums::sha256_of_parameters;
@@ -72,25 +71,12 @@ impl<C: ModelConfig> Models<C> {
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
-        let new_critic = |parameters: &Parameters| {
-            let critic = model.decoder().zip(config.critic.clone());
-            let critic = critic.map(|(model, critic)| Critic::new(model, parameters, critic));
-            critic.transpose()
-        };
-        let (actor_config, sharding) = (config.actor(), config.sharding);
-        // A critic starts from the f32 weights, which ranks may divide.
-        let early = divides_weights(&actor_config, adapters.is_some(), sharding)
-            .then(|| new_critic(&parameters))
+        let ranks = (collective, config.sharding);
+        let actor = new_actor(&model, parameters, adapters, seed, config.actor(), ranks)?;
+        let critic = model.decoder().zip(config.critic.clone());
+        let critic = critic
+            .map(|(model, critic)| Critic::sharded(model, actor.parameters(), critic, ranks))
             .transpose()?;
-        let ranks = (collective, sharding);
-        let actor = new_actor(&model, parameters, adapters, seed, actor_config, ranks)?;
-        let mut critic = match early {
-            Some(critic) => critic,
-            None => new_critic(actor.parameters())?,
-        };
-        if let Some(critic) = &mut critic {
-            critic.shard(collective, sharding)?;
-        }
         let reference = needs
             .reads(Source::Reference)
             .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
@@ -186,32 +172,23 @@ pub(crate) fn new_actor<C: ModelConfig>(
     adapters: Option<(LoraConfig, BaseWeights)>,
     seed: u64,
     config: ActorConfig,
-    (collective, sharding): (&Arc<dyn Collective>, Sharding),
+    ranks: (&Arc<dyn Collective>, Sharding),
 ) -> Result<Actor<C::Model>> {
-    let mut actor = match (model.decoder(), adapters) {
+    let (parameters, adapters) = match (model.decoder(), adapters) {
         (Some(decoder), Some((adapters, base))) => {
             let adapters = Lora::init(adapters, decoder, seed, parameters.device());
             let adapters = adapters.context("adapters")?;
             let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
-            Actor::with_adapters(model.clone(), parameters, adapters, config)?
+            (parameters, Some(adapters))
         }
-        _ if divides_weights(&config, false, sharding) => {
+        _ if divides_weights(&config.optimizer, config.compute_dtype, false, ranks.1) => {
             let dtype = config.compute_dtype.into();
-            let parameters = config.optimizer.divide(parameters, dtype, collective)?;
-            Actor::new(model.clone(), parameters, config)?
+            let divided = config.optimizer.divide(parameters, dtype, ranks.0)?;
+            (divided, None)
         }
-        _ => Actor::new(model.clone(), parameters, config)?,
+        _ => (parameters, None),
     };
-    actor.shard(collective, sharding)?;
-    Ok(actor)
-}
-
-/// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
-fn divides_weights(config: &ActorConfig, has_adapters: bool, sharding: Sharding) -> bool {
-    sharding == Sharding::Resident
-        && !has_adapters
-        && config.compute_dtype != ComputeDType::F32
-        && config.optimizer.master_weights == MasterWeights::F32
+    Actor::sharded(model.clone(), parameters, adapters, config, ranks)
 }
 
 /// Returns [`Interrupted`] as an error if `progress` cancels.

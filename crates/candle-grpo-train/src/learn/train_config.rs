@@ -12,7 +12,7 @@ use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
-use super::actor::{ensure_master_weights, stored_form};
+use super::actor::{divides_weights, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -424,9 +424,13 @@ impl TrainConfig {
     }
 
     fn validate_sharding(&self) -> Result<()> {
-        let is_divided = self.sharding == Sharding::Resident
-            && self.compute_dtype != ComputeDType::F32
-            && self.adapters.is_none();
+        let has_adapters = self.adapters.is_some();
+        let is_divided = divides_weights(
+            &self.optimizer,
+            self.compute_dtype,
+            has_adapters,
+            self.sharding,
+        );
         Ok(check::check(
             !is_divided || self.reference_refresh.is_none(),
             "sharding",

@@ -494,6 +494,33 @@ fn f32_weights_that_ranks_divide_are_those_of_a_checkpoint() {
     }
 }
 
+/// Its decoder has the f32 weights of the policy, which ranks have divided and rounded.
+#[test]
+fn a_critic_starts_from_the_f32_weights_that_ranks_divide() {
+    stay_on_cpu();
+    let config = TrainConfig {
+        compute_dtype: ComputeDType::Bf16,
+        sharding: Sharding::Resident,
+        ..with_critic()
+    };
+    let start = values(&parameters());
+    let critics = on_ranks(3, |collective| {
+        let trainer = trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        });
+        assert!(trainer.actor().parameters().is_divided());
+        values(trainer.critic().unwrap().parameters())
+    });
+    for critic in critics {
+        for (name, found) in critic.iter().filter(|(name, _)| name.starts_with("model.")) {
+            let (_, expected) = start.iter().find(|(other, _)| other == name).unwrap();
+            assert!(found == expected, "{name}");
+        }
+        assert!(critic.len() > start.len());
+    }
+}
+
 #[test]
 fn a_reference_that_follows_the_policy_needs_its_f32_weights() {
     let mut config = TrainConfig {
@@ -510,6 +537,9 @@ fn a_reference_that_follows_the_policy_needs_its_f32_weights() {
     let error = config.validate().unwrap_err().to_string();
     let expected = "sharding: resident, must be none or optimizer with reference_refresh";
     assert!(error.starts_with(expected), "{error}");
+    // There are no f32 weights.
+    config.optimizer.master_weights = MasterWeights::Bf16;
+    config.validate().unwrap();
 }
 
 #[test]
