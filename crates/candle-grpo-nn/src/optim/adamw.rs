@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
-use candle_grpo_core::validate;
+use candle_grpo_core::validate::{self, Name};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, Rounding, adamw, arithmetic_dtype, moment_blocks,
+    AdamWStep, AdamWTensors, NUMBERS_IN_BLOCK, Rounding, adamw, arithmetic_dtype, moment_blocks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -111,18 +111,19 @@ impl AdamWConfig {
     /// The division of tensors between the ranks in `collective`, for an optimizer with these
     /// options.
     pub(crate) fn shard(&self, collective: &Arc<dyn Collective>) -> Shard {
+        Shard::new(Arc::clone(collective), self.unit())
+    }
+
+    /// Each rank's part of a tensor is a multiple of this number of elements.
+    fn unit(&self) -> usize {
         // Codes have a scale for each block, and random numbers come in eights.
-        let unit = match (self.state, self.master_weights) {
+        match (self.state, self.master_weights) {
             (StateForm::Blocks8, _) => NUMBERS_IN_BLOCK,
             (StateForm::F32, MasterWeights::Bf16) => 8,
             (StateForm::F32, MasterWeights::F32) => 1,
-        };
-        Shard::new(Arc::clone(collective), unit)
+        }
     }
 }
-
-/// The numbers in one of the [`moment_blocks`].
-const NUMBERS_IN_BLOCK: usize = 256;
 
 /// The dtype of the weights that the steps of [`AdamW`] add up in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -258,7 +259,7 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`].
+    /// As in [`Self::new`]. Also if the weights are divided for another [`AdamWConfig::state`].
     pub fn sharded(
         config: AdamWConfig,
         parameters: &Parameters,
@@ -278,6 +279,11 @@ impl AdamW {
     ) -> Result<Self> {
         config.validate()?;
         let (shard, sharding) = match (parameters.shard(), shard) {
+            (Some(shard), _) if !shard.unit().is_multiple_of(config.unit()) => bail!(
+                "state: {} with master_weights {}, must be the options that the weights were divided with",
+                Name(&config.state),
+                Name(&config.master_weights)
+            ),
             (Some(shard), _) => (Some(shard.clone()), Sharding::Resident),
             (None, Some(shard)) => (Some(shard), sharding),
             (None, None) => (None, Sharding::None),
@@ -737,6 +743,7 @@ impl AdamW {
     }
 
     fn check_fit(&self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
+        gradients.ensure_summed()?;
         let missing: Vec<_> = self
             .moments
             .keys()

@@ -10,7 +10,7 @@ use candle_grpo_kernels::{
     arithmetic_dtype, ensure_gradients, ensure_reached, scale_gradients, squared_gradient_norms,
 };
 
-use super::reduction::{Kept, Reduction, Sums};
+use super::reduction::{BUCKET, Kept, Reduction, Sums};
 use crate::Parameters;
 use crate::weights::shard::Shard;
 
@@ -143,7 +143,11 @@ impl Gradients {
             Sums::Whole(_) => None,
             Sums::Parts(shard) | Sums::Divided(shard) => Some(shard.clone()),
         };
-        self.reduction = Some(Reduction::start(sums, std::mem::take(&mut self.kept))?);
+        self.reduction = Some(Reduction::start(
+            sums,
+            std::mem::take(&mut self.kept),
+            BUCKET,
+        )?);
         Ok(())
     }
 
@@ -259,14 +263,26 @@ impl Gradients {
         }
     }
 
+    /// Checks that all gradients are summed over the ranks, if some of them are divided.
+    pub(super) fn ensure_summed(&self) -> Result<()> {
+        match self.by_name.keys().next() {
+            Some(name) if !self.kept.is_empty() => bail!(
+                "gradient of {name}: of one rank alone, must be summed over the ranks: call begin_reduction before every backward pass"
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the global norm and the clipping factor `min(1, max_norm / (norm + 1e-6))`, like
     /// `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors
     ///
-    /// If `max_norm` is not positive (infinity disables clipping). Also as for
-    /// [`Self::global_norm`].
+    /// If `max_norm` is not positive (infinity disables clipping), or if ranks have
+    /// [divided](crate::optim::Sharding::Resident) the gradients of some backward passes and not of
+    /// others. Also as for [`Self::global_norm`].
     pub fn clip_factor(&self, max_norm: f64) -> Result<(f64, f64)> {
+        self.ensure_summed()?;
         if max_norm.is_nan() || max_norm <= 0.0 {
             bail!("max_norm: {max_norm}, must be positive");
         }

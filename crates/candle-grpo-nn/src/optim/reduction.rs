@@ -12,7 +12,7 @@ use crate::weights::shard::Shard;
 
 /// Minimum bucket size in elements: 25 MiB in f32, as in PyTorch's `DistributedDataParallel`. Fewer
 /// calls spend less time on latency, while more calls overlap better with the backward pass.
-const BUCKET: usize = 25 << 18;
+pub(super) const BUCKET: usize = 25 << 18;
 
 /// The sums that a rank receives.
 #[derive(Clone)]
@@ -50,16 +50,18 @@ type Named = (String, Tensor);
 pub(super) struct Reduction {
     buckets: Option<SyncSender<Vec<Named>>>,
     thread: Option<JoinHandle<Result<Kept>>>,
-    /// The next bucket, and how many elements it has.
+    /// The next bucket, how many elements it has, and with how many it is summed.
     bucket: Vec<Named>,
     elements: usize,
+    least: usize,
     added: BTreeSet<String>,
     frees: bool,
 }
 
 impl Reduction {
-    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`.
-    pub(super) fn start(sums: Sums, kept: Kept) -> Result<Self> {
+    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`. A
+    /// bucket has at least `least` elements, as [`BUCKET`], or is the last one.
+    pub(super) fn start(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
         let (buckets, received) = sync_channel(sums.waiting());
         let frees = matches!(sums, Sums::Divided(_));
         let thread = Builder::new()
@@ -71,6 +73,7 @@ impl Reduction {
             thread: Some(thread),
             bucket: Vec::new(),
             elements: 0,
+            least,
             added: BTreeSet::new(),
             frees,
         })
@@ -103,7 +106,7 @@ impl Reduction {
         }
         self.elements += gradient.elem_count();
         self.bucket.push((name.to_owned(), gradient));
-        if self.elements >= BUCKET {
+        if self.elements >= self.least {
             self.send()?;
         }
         Ok(())
@@ -183,4 +186,72 @@ fn keep(shard: &Shard, bucket: Vec<Named>, kept: &mut Kept) -> Result<()> {
         kept.insert(name, (sum, gradient.shape().clone()));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use candle_grpo_test_support::on_ranks;
+
+    use super::*;
+
+    /// The elements of each gradient. Some are larger than the smallest bucket.
+    const SIZES: [usize; 9] = [700, 1, 999, 1000, 1001, 2500, 30, 4, 2];
+
+    /// A rank's gradients of a backward pass.
+    fn gradients(pass: usize, rank: usize) -> Result<Vec<(String, Tensor)>> {
+        let tensor = |(index, &size): (usize, &usize)| {
+            let numbers = Tensor::arange(0f32, size as f32, &Device::Cpu)?;
+            let step = 0.37 + 0.11 * pass as f64 + 1.3 * rank as f64 + 0.7 * index as f64;
+            Ok((format!("{index}"), numbers.affine(step, 0.2)?.sin()?))
+        };
+        SIZES.iter().enumerate().map(tensor).collect()
+    }
+
+    fn added(mut reduction: Reduction, gradients: &[(String, Tensor)]) -> Result<Kept> {
+        for (name, gradient) in gradients {
+            reduction.add(name, gradient.clone())?;
+        }
+        reduction.finish()
+    }
+
+    /// The sums of two passes for this rank's part: apart, and of the sums in place.
+    fn sums(shard: &Shard, least: usize) -> Result<[Vec<Vec<f32>>; 2]> {
+        let rank = shard.collective.rank();
+        let (mut kept, mut in_place) = (Kept::new(), Vec::new());
+        for pass in 0..2 {
+            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least)?;
+            kept = added(divided, &gradients(pass, rank)?)?;
+            let whole = gradients(pass, rank)?;
+            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
+            added(parts, &whole)?;
+            in_place.push(whole);
+        }
+        let apart = kept.values().map(|(sum, _)| sum.to_vec1());
+        let both = in_place[0].iter().zip(&in_place[1]);
+        let expected = both.map(|((_, first), (_, second))| {
+            let elements = first.elem_count();
+            let [first, second] = [first, second].map(|sum| shard.keep(sum, elements));
+            (first? + second?)?.to_vec1()
+        });
+        Ok([
+            apart.collect::<Result<_>>()?,
+            expected.collect::<Result<_>>()?,
+        ])
+    }
+
+    /// With all gradients in one bucket, and in several.
+    #[test]
+    fn sums_apart_have_the_bits_of_sums_in_place() {
+        for world_size in [2, 3, 5] {
+            for (unit, least) in [(1, BUCKET), (1, 1000), (8, 1000), (256, 1000), (1, 1)] {
+                on_ranks(world_size, |collective| {
+                    let shard = Shard::new(collective, unit);
+                    let [apart, in_place] = sums(&shard, least).unwrap();
+                    assert_eq!(apart.len(), SIZES.len());
+                    assert!(apart == in_place, "{world_size} ranks, {unit}, {least}");
+                });
+            }
+        }
+    }
 }

@@ -27,6 +27,11 @@ impl Shard {
         Self { collective, unit }
     }
 
+    /// Each part is a multiple of this number of elements.
+    pub(crate) fn unit(&self) -> usize {
+        self.unit
+    }
+
     /// Part size for a tensor with `elements` elements.
     fn part(&self, elements: usize) -> usize {
         elements / self.unit / self.collective.world_size() * self.unit
