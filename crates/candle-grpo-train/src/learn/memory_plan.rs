@@ -93,6 +93,8 @@ pub struct MemoryPlan {
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
+    /// Weights of the policy in f32 that ranks have not divided yet, before the run.
+    pub loading: usize,
     /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
     pub packed: usize,
@@ -248,12 +250,12 @@ impl MemoryPlan {
         }
     }
 
-    /// The bytes at the peak: drawing and training alternate.
+    /// The bytes at the peak: drawing and training alternate, after the weights are loaded.
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
         let phase = self.training.max(self.drawing());
-        self.program + self.allocator + kept + phase
+        self.program + self.allocator + (kept + phase).max(self.loading)
     }
 
     /// The bytes while completions are drawn, for steps or evaluations.
@@ -535,7 +537,16 @@ impl Learning<'_> {
             division: self.division,
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
+        let divides_masters =
+            is_master_divided && self.optimizer.master_weights == MasterWeights::F32;
+        let loading = if divides_masters && self.division.is_resident() {
+            // The first weight is divided while all are whole.
+            4 * count + vocabulary
+        } else {
+            0
+        };
         Ok(MemoryPlan {
+            loading,
             weights,
             frozen,
             optimizer: (self.division).state(state_bytes(&shapes, self.optimizer.state)),
@@ -827,6 +838,12 @@ mod tests {
         for (found, bytes) in parts(plan(8)?).into_iter().zip(of_eight) {
             assert!((found as f64 - bytes * all as f64).abs() <= 1., "{found}");
         }
+        // A rank that keeps less of them than it loads needs the memory to load all in f32.
+        let many = plan(1000)?;
+        let loads = sharding == Sharding::Resident;
+        assert_eq!(many.loading >= 4 * all, loads);
+        assert!(!loads || many.peak() >= 4 * all);
+        assert_eq!(plan(1)?.loading, 0);
         let error = plan(0).unwrap_err().to_string();
         assert!(
             error.starts_with("world_size: 0, must be at least 1"),
