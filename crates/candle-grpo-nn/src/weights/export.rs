@@ -49,7 +49,8 @@ pub struct Export<'a> {
 type Change<'a> = Rc<dyn Fn(&str, Tensor) -> Result<Tensor> + 'a>;
 
 impl<'a> Export<'a> {
-    /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks.
+    /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks. If ranks divide
+    /// the f32 weights, these are the rounded copies: see [`Self::with_masters`].
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
         let dtype = if weights.any(|(_, weight)| weight.dtype() == DType::U8) {

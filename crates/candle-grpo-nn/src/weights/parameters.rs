@@ -475,7 +475,9 @@ impl Parameters {
     }
 
     /// Writes one safetensors file that you can load with [`Self::load`] or Hugging Face
-    /// transformers. See [`Export`] for other dtypes and merged adapters.
+    /// transformers. See [`Export`] for other dtypes and merged adapters, and
+    /// [`Export::with_masters`] for the f32 weights that ranks [divide](Self::is_divided): without
+    /// it, the file has the rounded ones.
     ///
     /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
@@ -513,8 +515,8 @@ impl Parameters {
             .collect()
     }
 
-    /// Copies the variables to `device`. The copies are independent, and
-    /// undivided.
+    /// Copies the variables to `device`. The copies are independent. If ranks
+    /// [divide](Self::is_divided) the f32 weights, only the rounded ones are copied.
     pub fn copy_to(&self, device: &Device) -> Result<Self> {
         let variables = self
             .variables

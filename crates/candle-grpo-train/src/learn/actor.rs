@@ -481,7 +481,8 @@ impl<M: LanguageModel> Actor<M> {
         self.config.policy_loss.entropy_coef = entropy_coef;
     }
 
-    /// Returns the parameters of the policy; with adapters, the frozen base.
+    /// Returns the parameters of the policy; with adapters, the frozen base. If ranks
+    /// [divide](AdamWConfig::divide) the f32 weights, these are rounded.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
