@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_bench::{Counting, peak, peak_bytes, restart_peak};
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient,
 };
 use candle_grpo_loss::{PolicyLoss, Recipe};
-use candle_grpo_nn::optim::{MasterWeights, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
     ModelType, PagedCache, Parameters,
@@ -642,7 +643,7 @@ fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
     change(&mut config);
     let model = dense();
     let ratio = on_two_threads(|| {
-        let plan = MemoryPlan::supervised(&model, &config, tokens)?;
+        let plan = MemoryPlan::supervised(&model, &config, tokens, 1)?;
         let rows = examples(tokens)?;
         let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
         let mut trainer = SftTrainer::new(SftParts::new(model, parameters, rows, config))?;
@@ -657,5 +658,142 @@ fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
         Ok(ratio)
     })?;
     assert!(BOUND.contains(&ratio), "{ratio}");
+    Ok(())
+}
+
+/// One of several ranks, which performs no operations: the others have the same values, and sums
+/// are its own.
+struct Rank(usize);
+
+impl Collective for Rank {
+    fn rank(&self) -> usize {
+        1
+    }
+
+    fn world_size(&self) -> usize {
+        self.0
+    }
+
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        Alone.all_reduce_sum(tensors)
+    }
+
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        Alone.reduce_scatter_sum(tensors)
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+        Alone.all_gather(tensors)
+    }
+
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+        Alone.broadcast(tensors, root)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Alone.barrier()
+    }
+
+    fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(vec![own.to_vec(); self.0])
+    }
+}
+
+/// With one rank nothing is divided, so that no setting takes more memory than another, also
+/// while a trainer is created.
+#[test]
+fn one_rank_takes_as_much_memory_with_every_sharding() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = dense();
+    let peak_with = |sharding| {
+        let config = SftConfig {
+            max_steps: Some(1),
+            sharding,
+            ..SftConfig::default()
+        };
+        on_two_threads(|| {
+            let rows = examples(16)?;
+            let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+            let count = parameters.num_elements();
+            let before = restart_peak();
+            let trainer = SftTrainer::new(SftParts::new(model.clone(), parameters, rows, config))?;
+            let most = peak() - before;
+            drop(trainer);
+            Ok((most, count))
+        })
+    };
+    let (whole, count) = peak_with(Sharding::None)?;
+    // Two moments.
+    let ratio = whole as f64 / (8 * count) as f64;
+    assert!((1.0..1.1).contains(&ratio), "{ratio}");
+    for sharding in [Sharding::Optimizer, Sharding::Resident] {
+        let (found, _) = peak_with(sharding)?;
+        let ratio = found as f64 / whole as f64;
+        assert!((0.99..1.01).contains(&ratio), "{sharding:?}: {ratio}");
+    }
+    Ok(())
+}
+
+/// A rank that divides everything keeps 2 + 16 / W bytes of each parameter in bf16, and the
+/// gradients of a few blocks.
+#[test]
+fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let world_size = 4;
+    let model = DecoderConfig {
+        vocab_size: 1024,
+        hidden_size: 768,
+        intermediate_size: 2304,
+        num_hidden_layers: 32,
+        num_attention_heads: 12,
+        num_key_value_heads: 4,
+        max_position_embeddings: 64,
+        tie_word_embeddings: true,
+        ..DecoderConfig::default()
+    };
+    let config = SftConfig {
+        batch_size: 8,
+        micro_batch_tokens: 16,
+        max_steps: Some(2),
+        compute_dtype: ComputeDType::Bf16,
+        sharding: Sharding::Resident,
+        ..SftConfig::default()
+    };
+    let (peak, plan, created, count) = on_two_threads(|| {
+        let plan = MemoryPlan::supervised(&model, &config, 16, world_size)?;
+        let rows = examples(16)?;
+        let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+        let count = parameters.num_elements();
+        let before = restart_peak();
+        let mut trainer = SftTrainer::new(SftParts {
+            collective: Arc::new(Rank(world_size)),
+            ..SftParts::new(model, parameters, rows, config)
+        })?;
+        let created = peak().saturating_sub(before);
+        trainer.step()?;
+        restart_peak();
+        trainer.step()?;
+        let most = peak();
+        drop(trainer);
+        Ok((most - restart_peak(), plan.peak(), created, count))
+    })?;
+    // In place of f32 weights, a rank has rounded ones, its part and divided moments.
+    let kept = count * (2 + 4 / world_size + 8 / world_size - 4);
+    assert!(
+        (kept..kept * 3 / 2).contains(&created),
+        "{created} of {kept}"
+    );
+    let ratio = |bytes: usize| bytes as f64 / (count * (2 + 16 / world_size)) as f64;
+    println!(
+        "{:.3}, planned {:.3}, of {} MiB",
+        ratio(peak),
+        ratio(plan),
+        count * 6 / MIB
+    );
+    assert!((1.0..1.1).contains(&ratio(peak)), "{}", ratio(peak));
+    assert!(
+        (1.0..1.15).contains(&(plan as f64 / peak as f64)),
+        "{plan} and {peak}"
+    );
     Ok(())
 }

@@ -44,7 +44,7 @@
 //! | [`matmul`] | a matrix product | `Tensor::matmul` | cuBLAS |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | | cuBLAS |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters in place, with f32 masters for bf16 and f16, or stochastic rounding for bf16 | `candle_nn::AdamW` | yes |
-//! | [`moment_blocks`], [`moment_codes`] | 8-bit averages for `adamw` | | yes |
+//! | [`moment_blocks`], [`moment_codes`], [`NUMBERS_IN_BLOCK`] | 8-bit averages for `adamw` | | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | | yes |
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention in Qwen3.5, also for shared prefixes | | yes |
 //! | [`causal_conv`](causal_conv()) | queries, keys and values for the gated delta rule | | yes |
@@ -121,7 +121,7 @@ pub use device::{
     DeviceMemory, cuda_device, cuda_device_count, cuda_is_enabled, cuda_memory, default_device,
 };
 pub use ensure_gradients::{ensure_gradients, ensure_reached};
-pub use ops::adamw::moments::{moment_blocks, moment_codes};
+pub use ops::adamw::moments::{NUMBERS_IN_BLOCK, moment_blocks, moment_codes};
 pub use ops::adamw::rounding::Rounding;
 pub use ops::adamw::{AdamWStep, AdamWTensors, adamw};
 pub use ops::add::add;

@@ -44,7 +44,7 @@ num_generations: 4
 sampling: {max_new_tokens: 5}
 recipe: {policy_loss: {kl: {coef: 0.01}, distillation: {coef: 0.1}}}
 optimizer: {learning_rate: 3e-3, epsilon: 1e-3}
-sharded_optimizer: SHARDED
+sharding: SHARDING
 evaluation: {every_steps: 2, samples_per_prompt: 2}
 checkpoint: {every_steps: 1}
 max_steps: STEPS
@@ -61,10 +61,10 @@ fn inputs() -> tempfile::TempDir {
 }
 
 /// Writes [`CONFIG`] for the run directory `run`.
-fn write_config(folder: &Path, run: &str, steps: usize, is_sharded: bool) {
+fn write_config(folder: &Path, run: &str, steps: usize, sharding: &str) {
     let text = CONFIG
         .replace("FOLDER", folder.to_str().unwrap())
-        .replace("SHARDED", &is_sharded.to_string())
+        .replace("SHARDING", sharding)
         .replace("STEPS", &steps.to_string())
         .replace("RUN", run);
     fs::write(folder.join(format!("{run}.yaml")), text).unwrap();
@@ -72,7 +72,7 @@ fn write_config(folder: &Path, run: &str, steps: usize, is_sharded: bool) {
 
 /// Trains on the CPU, as the program does in a build without CUDA.
 fn train_on_cpu(folder: &Path, steps: usize) -> Result<()> {
-    write_config(folder, "cpu", steps, false);
+    write_config(folder, "cpu", steps, "none");
     let config = RunConfig::read(&folder.join("cpu.yaml"))?;
     let pretrained = Pretrained::load(&config.model.path, &Device::Cpu)?;
     let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
@@ -133,7 +133,7 @@ fn a_run_on_a_gpu_resumes_and_is_that_of_the_cpu() -> Result<()> {
     let folder = inputs.path();
     train_on_cpu(folder, 4)?;
     for steps in [2, 4] {
-        write_config(folder, "gpu", steps, false);
+        write_config(folder, "gpu", steps, "none");
         let (status, errors) = Running::start(lazy(folder, "gpu")).end();
         assert!(status.success(), "{errors}");
         assert_eq!(lines(&folder.join("gpu/metrics.jsonl")).len(), steps);
@@ -150,9 +150,13 @@ fn runs_of_two_gpus_resume_and_are_that_of_the_cpu() -> Result<()> {
     let inputs = inputs();
     let folder = inputs.path();
     train_on_cpu(folder, 3)?;
-    for (run, is_sharded, visible) in [("whole", false, "1"), ("sharded", true, "2")] {
+    for (run, sharding, visible) in [
+        ("whole", "none", "1"),
+        ("sharded", "optimizer", "2"),
+        ("divided", "resident", "2"),
+    ] {
         for steps in [2, 3] {
-            write_config(folder, run, steps, is_sharded);
+            write_config(folder, run, steps, sharding);
             // With one emulated GPU, each rank sees its own as its first.
             let rank = || {
                 let mut command = lazy(folder, run);

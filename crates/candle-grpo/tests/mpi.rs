@@ -145,10 +145,8 @@ fn two_and_four_ranks_train_as_one_process() {
         let config = config(5).replace("algorithm:\n", &format!("algorithm:\n{algorithm}"));
         let alone = folder(&config);
         succeeds(alone.path(), &["train", "run.yaml"]);
-        for (ranks, sharded) in [(2, false), (4, true)] {
-            let shared = folder(&format!(
-                "{config}training: {{sharded_optimizer: {sharded}}}\n"
-            ));
+        for (ranks, sharding) in [(2, "none"), (4, "optimizer"), (3, "resident")] {
+            let shared = folder(&format!("{config}training: {{sharding: {sharding}}}\n"));
             let printed = job_succeeds(shared.path(), ranks, &["train", "run.yaml"]);
             // Rank 0 alone prints and writes.
             assert_eq!(printed.matches("\nstep ").count(), 5, "{printed}");
@@ -163,7 +161,7 @@ fn two_and_four_ranks_train_as_one_process() {
 fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical() {
     let _turn = turn();
     let set_steps = |folder: &Path, steps: usize| {
-        let config = config(steps) + "training: {sharded_optimizer: true}\n";
+        let config = config(steps) + "training: {sharding: optimizer}\n";
         fs::write(folder.join("run.yaml"), config).unwrap();
     };
     let (killed, whole) = (folder(""), folder(""));
@@ -214,6 +212,34 @@ fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical() {
         lines(&whole.path().join("run/metrics.jsonl")).len(),
         steps + 4
     );
+}
+
+/// In bf16, where ranks divide the f32 weights.
+#[test]
+fn what_ranks_divide_and_their_number_change_between_jobs() {
+    let _turn = turn();
+    let write = |folder: &Path, steps: usize, sharding: &str| {
+        let keys = format!("training: {{sharding: {sharding}, compute_dtype: bf16}}\n");
+        fs::write(folder.join("run.yaml"), config(steps) + &keys).unwrap();
+    };
+    let (changed, whole) = (folder(""), folder(""));
+    for steps in [2, 4, 6] {
+        write(changed.path(), steps, "resident");
+        job_succeeds(changed.path(), 2, &["train", "run.yaml", "--resume"]);
+    }
+    write(whole.path(), 6, "resident");
+    job_succeeds(whole.path(), 2, &["train", "run.yaml", "--replace"]);
+    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
+        let of = |folder: &Path| fs::read(checkpoint(folder, 6).join(name)).unwrap();
+        assert!(of(changed.path()) == of(whole.path()), "{name}");
+    }
+    for (steps, ranks, sharding) in [(7, 5, "resident"), (8, 3, "optimizer"), (9, 2, "resident")] {
+        write(changed.path(), steps, sharding);
+        job_succeeds(changed.path(), ranks, &["train", "run.yaml", "--resume"]);
+    }
+    write(changed.path(), 10, "none");
+    succeeds(changed.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(lines(&changed.path().join("run/metrics.jsonl")).len(), 10);
 }
 
 #[test]

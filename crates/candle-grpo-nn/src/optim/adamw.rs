@@ -1,21 +1,25 @@
 //! The AdamW optimizer.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
-use candle_grpo_core::validate;
+use candle_grpo_core::validate::{self, Name};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, Rounding, adamw, arithmetic_dtype, moment_blocks,
+    AdamWStep, AdamWTensors, NUMBERS_IN_BLOCK, Rounding, adamw, arithmetic_dtype, moment_blocks,
 };
 use serde::{Deserialize, Serialize};
 
-use super::shard::Shard;
+use super::Sharding;
+use super::reduction::Sums;
 use crate::weights::check::check_names;
 use crate::weights::parameters::copy_into;
 use crate::weights::safetensors_writer::{self, LazyTensor};
+use crate::weights::shard::Shard;
+use crate::weights::stored_tensor::{StoredTensor, Values};
 use crate::{ComputeCopies, Gradients, Parameters};
 
 /// Options for [`AdamW`].
@@ -77,6 +81,46 @@ impl Default for AdamWConfig {
             decay: DecayRule::default(),
             state: StateForm::default(),
             master_weights: MasterWeights::default(),
+        }
+    }
+}
+
+impl AdamWConfig {
+    /// Divides f32 weights that train with these options between the ranks in `collective`
+    /// ([`Sharding::Resident`]). The variables are then in `dtype`, bf16 or f16, and beside them
+    /// each rank keeps its part of the f32 weights, which [`AdamW`] updates. Each weight is freed
+    /// once it is divided, unless a clone shares it.
+    ///
+    /// With one rank, or for an f32 `dtype`, the weights stay as they are.
+    ///
+    /// # Errors
+    ///
+    /// If a weight is not f32.
+    pub fn divide(
+        &self,
+        parameters: Parameters,
+        dtype: DType,
+        collective: &Arc<dyn Collective>,
+    ) -> Result<Parameters> {
+        if collective.world_size() == 1 || dtype == DType::F32 {
+            return Ok(parameters);
+        }
+        parameters.divided(dtype, self.shard(collective))
+    }
+
+    /// The division of tensors between the ranks in `collective`, for an optimizer with these
+    /// options.
+    pub(crate) fn shard(&self, collective: &Arc<dyn Collective>) -> Shard {
+        Shard::new(Arc::clone(collective), self.unit())
+    }
+
+    /// Each rank's part of a tensor is a multiple of this number of elements.
+    fn unit(&self) -> usize {
+        // Codes have a scale for each block, and random numbers come in eights.
+        match (self.state, self.master_weights) {
+            (StateForm::Blocks8, _) => NUMBERS_IN_BLOCK,
+            (StateForm::F32, MasterWeights::Bf16) => 8,
+            (StateForm::F32, MasterWeights::F32) => 1,
         }
     }
 }
@@ -174,8 +218,10 @@ pub struct AdamW {
     config: AdamWConfig,
     moments: BTreeMap<String, Moments>,
     steps: usize,
-    /// Ranks that share the moments. Each stores only its part, as one-dimensional moments.
+    /// Ranks that divide the moments. Each keeps only its part.
     shard: Option<Shard>,
+    /// The tensors that the ranks divide.
+    sharding: Sharding,
 }
 
 /// Running means of a parameter's gradients and squared gradients.
@@ -199,47 +245,49 @@ impl AdamW {
     /// If an option is invalid, or a parameter is neither f32 nor f64, nor bf16 with
     /// [`MasterWeights::Bf16`], or is f64 for a state in blocks.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
-        Self::with_shard(config, parameters, None)
+        Self::with_shard(config, parameters, None, Sharding::None)
     }
 
-    /// Creates an optimizer that shares its state between the ranks in `collective` (ZeRO, stage 1,
-    /// <https://arxiv.org/abs/1910.02054>). Each rank stores the state for its part of every
-    /// parameter, updates that part, and receives the others.
+    /// Creates an optimizer whose state the ranks in `collective` divide (ZeRO,
+    /// <https://arxiv.org/abs/1910.02054>), as `sharding` says. Each rank stores the state for its
+    /// part of every parameter, updates that part, and receives the others.
     ///
-    /// The gradients must come from [`Gradients::begin_reduction`] with `scatter`. All ranks must
-    /// call [`Self::scaled_step`] and [`Self::state`] together.
+    /// The gradients must come from [`Self::begin_reduction`]. All ranks must call
+    /// [`Self::scaled_step`] and [`Self::state`] together.
+    ///
+    /// [Divided](AdamWConfig::divide) parameters make any optimizer one of [`Sharding::Resident`].
     ///
     /// # Errors
     ///
-    /// As in [`Self::new`], and if the state is in blocks, or the master weights are bf16: ranks do
-    /// not divide these.
+    /// As in [`Self::new`]. Also if the weights are divided for another [`AdamWConfig::state`].
     pub fn sharded(
         config: AdamWConfig,
         parameters: &Parameters,
         collective: &Arc<dyn Collective>,
+        sharding: Sharding,
     ) -> Result<Self> {
-        let shard = (collective.world_size() > 1).then(|| Shard(Arc::clone(collective)));
-        Self::with_shard(config, parameters, shard)
+        let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
+        let shard = (!is_alone).then(|| config.shard(collective));
+        Self::with_shard(config, parameters, shard, sharding)
     }
 
     fn with_shard(
         config: AdamWConfig,
         parameters: &Parameters,
         shard: Option<Shard>,
+        sharding: Sharding,
     ) -> Result<Self> {
         config.validate()?;
-        validate::check(
-            shard.is_none() || config.state == StateForm::F32,
-            "state",
-            "8bit",
-            "be f32 for a state that ranks share",
-        )?;
-        validate::check(
-            shard.is_none() || config.master_weights == MasterWeights::F32,
-            "master_weights",
-            "bf16",
-            "be f32 for a state that ranks share",
-        )?;
+        let (shard, sharding) = match (parameters.shard(), shard) {
+            (Some(shard), _) if !shard.unit().is_multiple_of(config.unit()) => bail!(
+                "state: {} with master_weights {}, must be the options that the weights were divided with",
+                Name(&config.state),
+                Name(&config.master_weights)
+            ),
+            (Some(shard), _) => (Some(shard.clone()), Sharding::Resident),
+            (None, Some(shard)) => (Some(shard), sharding),
+            (None, None) => (None, Sharding::None),
+        };
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
@@ -247,6 +295,7 @@ impl AdamW {
                 match (dtype, config.state) {
                     (DType::F32, _) | (DType::F64, StateForm::F32) => {}
                     (DType::BF16, _) if config.master_weights == MasterWeights::Bf16 => {}
+                    (DType::BF16 | DType::F16, _) if parameters.master(name).is_some() => {}
                     (DType::F64, StateForm::Blocks8) => {
                         bail!("state: 8bit, must be f32 for {name}, which is F64")
                     }
@@ -255,9 +304,10 @@ impl AdamW {
                     ),
                 }
                 let (moment, whole) = config.state.moment(arithmetic_dtype(dtype), &shape);
-                let kept = match &shard {
-                    None => whole.clone(),
-                    Some(shard) => shard.kept(shape.elem_count()).into(),
+                let kept = match (&shard, moment) {
+                    (None, _) => whole.clone(),
+                    (Some(shard), DType::U8) => moment_blocks(shard.kept(shape.elem_count())),
+                    (Some(shard), _) => shard.kept(shape.elem_count()).into(),
                 };
                 let zeros = || Var::zeros(&kept, moment, variable.device());
                 let (average, square) = (zeros()?, zeros()?);
@@ -276,12 +326,36 @@ impl AdamW {
             moments,
             steps: 0,
             shard,
+            sharding,
         })
     }
 
-    /// Returns whether several ranks share the state.
-    pub fn is_sharded(&self) -> bool {
-        self.shard.is_some()
+    /// The tensors that the ranks divide: none if there is only one.
+    pub fn sharding(&self) -> Sharding {
+        self.sharding
+    }
+
+    /// Sums `gradients` over all ranks, starting with the next backward pass, as
+    /// [`Gradients::begin_reduction`] does. Each rank receives only the sums for its own part of
+    /// what the ranks divide.
+    ///
+    /// With [`Sharding::Resident`], every backward pass in an optimizer step must follow a call,
+    /// and all ranks must have as many. Otherwise only the last one must. Norms cover all parts, so
+    /// all ranks must compute them.
+    ///
+    /// # Errors
+    ///
+    /// If the thread that sums cannot be started, or another rank has ended.
+    pub fn begin_reduction(
+        &self,
+        gradients: &mut Gradients,
+        collective: &Arc<dyn Collective>,
+    ) -> Result<()> {
+        match (&self.shard, self.sharding) {
+            (Some(shard), Sharding::Resident) => gradients.begin(Sums::Divided(shard.clone())),
+            (Some(shard), _) => gradients.begin(Sums::Parts(shard.clone())),
+            (None, _) => gradients.begin_reduction(collective),
+        }
     }
 
     /// Updates every variable in `parameters` in place.
@@ -381,7 +455,7 @@ impl AdamW {
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
-                    rounding: moments.rounding(name),
+                    rounding: moments.rounding(name, false),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -401,33 +475,46 @@ impl AdamW {
         gradients: &Gradients,
         step: &AdamWStep,
     ) -> Result<()> {
-        let mut views = Vec::new();
+        let mut parts = Vec::new();
         for (name, moments) in &self.moments {
-            let (parameter, gradient, weight_decay) = self.inputs(name, parameters, gradients)?;
+            let Some(parameter) = parameters.get(name) else {
+                bail!("{name}: no variable, must have one");
+            };
             let elements = parameter.elem_count();
-            let parts = (
-                shard.own(parameter)?,
-                shard.own(&gradient)?,
-                shard.kept_parts(&moments.average, elements)?,
-                shard.kept_parts(&moments.square, elements)?,
-            );
-            views.push((parts, weight_decay));
+            let master = parameters.master(name);
+            let master = master.map(|master| shard.kept_parts(master, elements));
+            let [first, rest] = gradients.parts(shard, name)?;
+            let dtype = arithmetic_dtype(moments.dtype);
+            let part = Part {
+                master: master.transpose()?,
+                parameter: shard.own(parameter, elements)?,
+                gradient: [first.to_dtype(dtype)?, rest.to_dtype(dtype)?],
+                average: shard.kept_parts(&moments.average, elements)?,
+                square: shard.kept_parts(&moments.square, elements)?,
+                first: shard.ranges(elements).map(|range| range.start),
+            };
+            let rounding = moments.rounding(name, part.master.is_some());
+            parts.push((part, self.weight_decay(name, parameter), rounding));
         }
         // A parameter's part and remainder share memory.
         for i in 0..2 {
-            let tensors: Vec<_> = views
+            let tensors: Vec<_> = parts
                 .iter()
-                .map(
-                    |((parameter, gradient, average, square), weight_decay)| AdamWTensors {
-                        parameter: &parameter[i],
-                        master: None,
-                        rounding: Rounding::Nearest,
-                        average: &average[i],
-                        square: &square[i],
-                        gradient: &gradient[i],
-                        weight_decay: *weight_decay,
+                .map(|(part, weight_decay, rounding)| AdamWTensors {
+                    parameter: &part.parameter[i],
+                    master: part.master.as_ref().map(|master| &master[i]),
+                    rounding: match *rounding {
+                        Rounding::Stochastic { key, .. } => Rounding::Stochastic {
+                            key,
+                            first: part.first[i] as u64,
+                        },
+                        rounding => rounding,
                     },
-                )
+                    average: &part.average[i],
+                    square: &part.square[i],
+                    gradient: &part.gradient[i],
+                    weight_decay: *weight_decay,
+                })
                 .collect();
             adamw(&tensors, step)?;
         }
@@ -436,6 +523,14 @@ impl AdamW {
             .map(|(_, variable)| variable.as_detached_tensor())
             .collect();
         shard.all_gather(&whole)
+    }
+
+    fn weight_decay(&self, name: &str, parameter: &Var) -> f64 {
+        if self.config.decay.applies(name, parameter) {
+            self.config.weight_decay
+        } else {
+            0.0
+        }
     }
 
     /// The variable, the gradient in the dtype of its arithmetic, and the weight decay of a
@@ -449,13 +544,8 @@ impl AdamW {
         let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
             bail!("{name}: no variable or no gradient, must have both");
         };
-        let weight_decay = if self.config.decay.applies(name, parameter) {
-            self.config.weight_decay
-        } else {
-            0.0
-        };
         let gradient = gradient.to_dtype(arithmetic_dtype(parameter.dtype()))?;
-        Ok((parameter, gradient, weight_decay))
+        Ok((parameter, gradient, self.weight_decay(name, parameter)))
     }
 
     /// Learning rate for the next step.
@@ -516,18 +606,44 @@ impl AdamW {
     ///
     /// If another rank that shares the state has ended.
     pub fn state(&self) -> Result<HashMap<String, Tensor>> {
-        let steps = Tensor::new(self.steps as i64, &Device::Cpu)?;
-        let mut state = HashMap::from([(STEP.to_owned(), steps)]);
-        for (name, moments) in &self.moments {
-            for (name, moment) in moments.named(name) {
-                let moment = match &self.shard {
-                    None => moment.as_detached_tensor(),
-                    Some(shard) => shard.whole(moment, &moments.whole)?,
-                };
-                state.insert(name, moment);
-            }
+        let mut state = HashMap::from([(STEP.to_owned(), self.step_tensor()?)]);
+        for (name, moments, moment) in self.named_moments() {
+            state.insert(name, self.whole(moments, moment)?);
         }
         Ok(state)
+    }
+
+    fn step_tensor(&self) -> Result<Tensor> {
+        Tensor::new(self.steps as i64, &Device::Cpu)
+    }
+
+    /// All moments with their names, in the order of a file, in which ranks gather them.
+    fn named_moments(&self) -> Vec<(String, &Moments, &Var)> {
+        let all = self.moments.iter();
+        let all = all.flat_map(|(name, moments)| {
+            let named = moments.named(name).into_iter();
+            named.map(move |(name, moment)| (name, moments, moment))
+        });
+        let mut all: Vec<_> = all.collect();
+        all.sort_by(|(left, _, a), (right, _, b)| {
+            safetensors_writer::file_order((a.dtype().into(), left), (b.dtype().into(), right))
+        });
+        all
+    }
+
+    /// The whole of `moment`, which is one of `moments`.
+    fn whole(&self, moments: &Moments, moment: &Var) -> Result<Tensor> {
+        let Some(shard) = &self.shard else {
+            return Ok(moment.as_detached_tensor());
+        };
+        let whole = Tensor::zeros(&moments.whole, moment.dtype(), moment.device())?;
+        let elements = moments.shape.elem_count();
+        let divided = match moment.dtype() {
+            DType::U8 => whole.clone(),
+            _ => whole.flatten_all()?,
+        };
+        shard.gather(moment, &divided, elements)?;
+        Ok(whole)
     }
 
     /// Supports another rank's [`Self::state`] call without building the result. Does nothing
@@ -537,22 +653,26 @@ impl AdamW {
     ///
     /// If another rank has ended.
     pub fn take_part_in_state(&self) -> Result<()> {
-        let Some(shard) = &self.shard else {
+        if self.shard.is_none() {
             return Ok(());
-        };
-        for (name, moments) in &self.moments {
-            for (_, moment) in moments.named(name) {
-                shard.whole(moment, &moments.whole)?;
-            }
         }
-        Ok(())
+        let mut all = self.named_moments().into_iter();
+        all.try_for_each(|(_, moments, moment)| self.whole(moments, moment).map(drop))
     }
 
-    /// Writes [`Self::state`] to one safetensors file [atomically](crate::atomic_file).
+    /// Writes [`Self::state`] to one safetensors file [atomically](crate::atomic_file), tensor by
+    /// tensor.
     pub fn save_state(&self, path: &Path) -> Result<()> {
-        let tensors = self.state()?.into_iter();
-        let tensors = tensors.map(|(name, tensor)| LazyTensor::of(name, tensor));
-        safetensors_writer::write(path, tensors.collect(), || Ok(())).map_err(|error| {
+        let moments = self.named_moments().into_iter();
+        let moments = moments.map(|(name, moments, moment)| {
+            let kind = (moment.dtype(), moments.whole.dims().to_vec());
+            LazyTensor::computed(name, kind, move || self.whole(moments, moment))
+        });
+        let write = || {
+            let step = LazyTensor::of(STEP.to_owned(), self.step_tensor()?);
+            safetensors_writer::write(path, moments.chain([step]).collect(), || Ok(()))
+        };
+        write().map_err(|error| {
             Error::msg(format!(
                 "cannot save the state of the optimizer to {}: {error}",
                 path.display()
@@ -567,6 +687,27 @@ impl AdamW {
     ///
     /// If names, shapes or dtypes do not match the parameters. In that case nothing has changed.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
+        self.load(&state)
+    }
+
+    /// Restores [`Self::state`] from the file that [`Self::save_state`] wrote, tensor by tensor. If
+    /// ranks divide the state, each of them reads its part.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::load_state`]. Also if the file cannot be read; then the state may be partly
+    /// restored.
+    pub fn load_state_from(&mut self, path: &Path) -> Result<()> {
+        let state = StoredTensor::read_file(path);
+        state.and_then(|state| self.load(&state)).map_err(|error| {
+            Error::msg(format!(
+                "cannot load the state of the optimizer from {}: {error}",
+                path.display()
+            ))
+        })
+    }
+
+    fn load<T: Values>(&mut self, state: &HashMap<String, T>) -> Result<()> {
         let step = (Shape::from(()), DType::I64);
         let mut expected = BTreeMap::from([(STEP.to_owned(), step)]);
         for (name, moments) in &self.moments {
@@ -574,44 +715,53 @@ impl AdamW {
                 expected.insert(name, (moments.whole.clone(), moment.dtype()));
             }
         }
-        check_names("state", &expected, &state)?;
+        check_names("state", &expected, state)?;
         for (name, (shape, dtype)) in &expected {
             let found = &state[name];
-            if name != STEP && (found.dtype() == DType::U8) != (*dtype == DType::U8) {
+            let found_dtype = found.dtype()?;
+            if name != STEP && (found_dtype == DType::U8) != (*dtype == DType::U8) {
                 let form = |dtype| if dtype == DType::U8 { "8bit" } else { "f32" };
                 bail!(
                     "state {name}: {}, must be {} as optimizer.state",
-                    form(found.dtype()),
+                    form(found_dtype),
                     form(*dtype)
                 );
             }
-            if found.shape() != shape {
+            if found.dims() != shape.dims() {
                 bail!(
                     "state {name}: shape {:?}, must be {:?}",
                     found.dims(),
                     shape.dims()
                 );
             }
-            if dtype.is_float() && !found.dtype().is_float() {
-                bail!(
-                    "state {name}: dtype {:?}, must be a floating-point type",
-                    found.dtype()
-                );
+            if dtype.is_float() && !found_dtype.is_float() {
+                bail!("state {name}: dtype {found_dtype:?}, must be a floating-point type");
             }
         }
-        let steps = state[STEP].to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        let steps = state[STEP]
+            .read(0..1)?
+            .to_dtype(DType::F64)?
+            .squeeze(0)?
+            .to_scalar::<f64>()?;
         if !(steps >= 0.0 && steps.fract() == 0.0) {
             bail!("state {STEP}: {steps}, must be a whole number that is not negative");
         }
         for (name, moments) in &self.moments {
             for (name, moment) in moments.named(name) {
-                match &self.shard {
-                    None => copy_into(moment, &state[&name])?,
-                    Some(shard) => {
-                        let parts = shard.own(&state[&name].contiguous()?)?;
-                        copy_into(moment, &Tensor::cat(&parts, 0)?)?;
+                let state = &state[&name];
+                let elements = moments.shape.elem_count();
+                let read = |range: Range<usize>| match moment.dtype() {
+                    DType::U8 => {
+                        let [first, last] = [range.start, range.end].map(bytes_before);
+                        state.read(first..last)
                     }
-                }
+                    _ => state.read(range),
+                };
+                let own = match &self.shard {
+                    None => read(0..elements)?,
+                    Some(shard) => shard.read(elements, read)?,
+                };
+                copy_into(moment, &own.reshape(moment.shape())?)?;
             }
         }
         self.steps = steps as usize;
@@ -619,10 +769,11 @@ impl AdamW {
     }
 
     fn check_fit(&self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
+        gradients.ensure_summed()?;
         let missing: Vec<_> = self
             .moments
             .keys()
-            .filter(|name| gradients.get(name).is_none())
+            .filter(|name| gradients.kind(name).is_none())
             .cloned()
             .collect();
         if !missing.is_empty() {
@@ -633,9 +784,9 @@ impl AdamW {
                 missing.join(", ")
             );
         }
-        if let Some((name, _)) = gradients
-            .iter()
-            .find(|(name, _)| !self.moments.contains_key(*name))
+        if let Some(name) = gradients
+            .names()
+            .find(|name| !self.moments.contains_key(*name))
         {
             bail!("gradients: {name}, must be a parameter of this optimizer");
         }
@@ -664,13 +815,13 @@ impl AdamW {
                     variable.dtype()
                 );
             }
-            if let Some(gradient) = gradients.get(name)
-                && (gradient.shape() != shape || !gradient.device().same_device(device))
+            if let Some((found, on)) = gradients.kind(name)
+                && (found != shape || !on.same_device(device))
             {
                 bail!(
                     "gradient of {name}: {:?} on {:?}, must be {:?} on {:?}",
-                    gradient.dims(),
-                    gradient.device().location(),
+                    found.dims(),
+                    on.location(),
                     shape.dims(),
                     device.location()
                 );
@@ -682,11 +833,27 @@ impl AdamW {
 
 const STEP: &str = "step";
 
+/// The bytes of [`moment_blocks`] before the block in which `element` would be the first.
+fn bytes_before(element: usize) -> usize {
+    moment_blocks(element).elem_count()
+}
+
+/// This rank's part of a parameter and of what belongs to it, and the remainder.
+struct Part {
+    parameter: [Tensor; 2],
+    master: Option<[Tensor; 2]>,
+    gradient: [Tensor; 2],
+    average: [Tensor; 2],
+    square: [Tensor; 2],
+    /// The first element in each.
+    first: [usize; 2],
+}
+
 impl Moments {
-    /// Returns the rounding of the parameter `name`.
-    fn rounding(&self, name: &str) -> Rounding {
+    /// Returns the rounding of the parameter `name`, which may have an f32 master.
+    fn rounding(&self, name: &str, has_master: bool) -> Rounding {
         match self.dtype {
-            DType::BF16 => Rounding::Stochastic {
+            DType::BF16 if !has_master => Rounding::Stochastic {
                 key: key(name),
                 first: 0,
             },

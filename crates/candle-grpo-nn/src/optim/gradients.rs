@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_grpo_collective::Collective;
 use candle_grpo_kernels::{
     arithmetic_dtype, ensure_gradients, ensure_reached, scale_gradients, squared_gradient_norms,
 };
 
-use super::reduction::Reduction;
-use super::shard::Shard;
+use super::reduction::{BUCKET, Kept, Reduction, Sums};
 use crate::Parameters;
+use crate::weights::shard::Shard;
 
 /// One gradient per variable, summed over micro-batches.
 ///
@@ -24,6 +24,9 @@ pub struct Gradients {
     reduction: Option<Reduction>,
     /// This rank's part, if only that part of each gradient is summed over all ranks.
     shard: Option<Shard>,
+    /// The sums over ranks and passes, if each rank keeps its part alone. The other fields then
+    /// have the gradients of the current pass.
+    kept: Kept,
 }
 
 impl Gradients {
@@ -120,35 +123,49 @@ impl Gradients {
     /// earlier blocks. [`Self::finish_reduction`] waits for the sums.
     ///
     /// All ranks must have gradients with the same names and shapes. With one rank this does
-    /// nothing.
-    ///
-    /// With `scatter`, each rank receives only the sums for its own part, for an optimizer from
-    /// [`AdamW::sharded`](crate::AdamW::sharded). Norms still cover all parts, so all ranks must
-    /// compute them.
+    /// nothing. If ranks divide an optimizer, begin with
+    /// [`AdamW::begin_reduction`](crate::AdamW::begin_reduction).
     ///
     /// # Errors
     ///
     /// If the thread cannot be started.
-    pub fn begin_reduction(
-        &mut self,
-        collective: &Arc<dyn Collective>,
-        scatter: bool,
-    ) -> Result<()> {
+    pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
         if collective.world_size() > 1 {
-            let shard = Shard(Arc::clone(collective));
-            self.shard = scatter.then(|| shard.clone());
-            self.reduction = Some(Reduction::start(shard, scatter)?);
+            self.begin(Sums::Whole(Arc::clone(collective)))?;
         }
+        Ok(())
+    }
+
+    pub(super) fn begin(&mut self, sums: Sums) -> Result<()> {
+        // Sums that are apart have no unfinished ones of an earlier pass beside them.
+        self.finish_reduction()?;
+        self.shard = match &sums {
+            Sums::Whole(_) => None,
+            Sums::Parts(shard) | Sums::Divided(shard) => Some(shard.clone()),
+        };
+        self.reduction = Some(Reduction::start(
+            sums,
+            std::mem::take(&mut self.kept),
+            BUCKET,
+        )?);
         Ok(())
     }
 
     /// Declares that the backward pass has added the last gradient for each name that `is_final`
     /// selects.
     pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
-        if let Some(reduction) = &mut self.reduction {
-            for (name, gradient) in self.by_name.iter().filter(|(name, _)| is_final(name)) {
-                reduction.add(name, gradient)?;
-            }
+        let Some(reduction) = &mut self.reduction else {
+            return Ok(());
+        };
+        if reduction.frees() {
+            let all = std::mem::take(&mut self.by_name).into_iter();
+            let (done, rest): (BTreeMap<_, _>, _) = all.partition(|(name, _)| is_final(name));
+            self.by_name = rest;
+            let mut done = done.into_iter();
+            return done.try_for_each(|(name, gradient)| reduction.add(&name, gradient));
+        }
+        for (name, gradient) in self.by_name.iter().filter(|(name, _)| is_final(name)) {
+            reduction.add(name, gradient.clone())?;
         }
         Ok(())
     }
@@ -161,17 +178,21 @@ impl Gradients {
     /// If a rank has ended. The gradients are then partly summed and must be cleared.
     pub fn finish_reduction(&mut self) -> Result<()> {
         self.complete(|_| true)?;
-        match self.reduction.take() {
-            Some(reduction) => reduction.finish(),
-            None => Ok(()),
+        if let Some(reduction) = self.reduction.take() {
+            self.kept = reduction.finish()?;
         }
+        Ok(())
     }
 
     /// Checks that every variable in `parameters` has a gradient. The error lists the names without
     /// one.
     pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
         let names = parameters.iter().map(|(name, _)| name);
-        ensure_reached(names.map(|name| (name, self.by_name.contains_key(name))))
+        let has = |name: &str| {
+            let mut added = self.reduction.iter();
+            self.kind(name).is_some() || added.any(|reduction| reduction.contains(name))
+        };
+        ensure_reached(names.map(|name| (name, has(name))))
     }
 
     /// Computes the Euclidean norm over all gradients; 0 if there are none. Synchronizes with the
@@ -199,11 +220,11 @@ impl Gradients {
         let Some(shard) = &self.shard else {
             return squares(&self.by_name.values().collect::<Vec<_>>());
         };
-        let parts = self.by_name.values().map(|gradient| shard.own(gradient));
+        let parts = self.names().map(|name| self.parts(shard, name));
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let sums = |i: usize| squares(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>());
         let own = Tensor::new(sums(0)?, &Device::Cpu)?;
-        shard.0.all_reduce_sum(&[&own])?;
+        shard.collective.all_reduce_sum(&[&own])?;
         let remainders = sums(1)?.into_iter();
         Ok(remainders
             .zip(own.to_vec1::<f64>()?)
@@ -212,10 +233,44 @@ impl Gradients {
     }
 
     fn first_not_finite(&self, squared_norms: &[f64]) -> Option<(&str, f64)> {
-        let mut named = self.by_name.keys().zip(squared_norms);
+        let mut named = self.names().zip(squared_norms);
         named
             .find(|&(_, &sum)| !(sum as f32).is_finite())
-            .map(|(name, &sum)| (name.as_str(), sum))
+            .map(|(name, &sum)| (name, sum))
+    }
+
+    /// The names of all gradients, of which this rank may keep a part alone.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        let whole = self.by_name.keys();
+        whole.chain(self.kept.keys()).map(String::as_str)
+    }
+
+    /// The shape and the device of the gradient of this name, of which this rank may keep a part
+    /// alone.
+    pub(super) fn kind(&self, name: &str) -> Option<(&Shape, &Device)> {
+        let kept = self.kept.get(name);
+        let kept = kept.map(|(sum, shape)| (shape, sum.device()));
+        let whole = self.by_name.get(name);
+        kept.or_else(|| whole.map(|whole| (whole.shape(), whole.device())))
+    }
+
+    /// This rank's part of the gradient of this name, and the remainder.
+    pub(super) fn parts(&self, shard: &Shard, name: &str) -> Result<[Tensor; 2]> {
+        match (self.kept.get(name), self.by_name.get(name)) {
+            (Some((sum, shape)), _) => shard.kept_parts(sum, shape.elem_count()),
+            (None, Some(gradient)) => shard.own(gradient, gradient.elem_count()),
+            (None, None) => bail!("gradients: no {name}, must have it"),
+        }
+    }
+
+    /// Checks that all gradients are summed over the ranks, if some of them are divided.
+    pub(super) fn ensure_summed(&self) -> Result<()> {
+        match self.by_name.keys().next() {
+            Some(name) if !self.kept.is_empty() => bail!(
+                "gradient of {name}: of one rank alone, must be summed over the ranks: call begin_reduction before every backward pass"
+            ),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the global norm and the clipping factor `min(1, max_norm / (norm + 1e-6))`, like
@@ -223,9 +278,11 @@ impl Gradients {
     ///
     /// # Errors
     ///
-    /// If `max_norm` is not positive (infinity disables clipping). Also as for
-    /// [`Self::global_norm`].
+    /// If `max_norm` is not positive (infinity disables clipping), or if ranks have
+    /// [divided](crate::optim::Sharding::Resident) the gradients of some backward passes and not of
+    /// others. Also as for [`Self::global_norm`].
     pub fn clip_factor(&self, max_norm: f64) -> Result<(f64, f64)> {
+        self.ensure_summed()?;
         if max_norm.is_nan() || max_norm <= 0.0 {
             bail!("max_norm: {max_norm}, must be positive");
         }
@@ -241,7 +298,11 @@ impl Gradients {
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         let (norm, factor) = self.clip_factor(max_norm)?;
         if factor < 1.0 {
-            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)?;
+            let kept = self.kept.values().map(|(sum, _)| sum);
+            scale_gradients(
+                &self.by_name.values().chain(kept).collect::<Vec<_>>(),
+                factor,
+            )?;
         }
         Ok(norm)
     }
@@ -252,18 +313,23 @@ impl Gradients {
     ///
     /// If the device does not have enough memory for one more gradient.
     pub fn scale(&mut self, factor: f64) -> Result<()> {
-        for gradient in self.by_name.values_mut() {
+        if self.reduction.as_ref().is_some_and(Reduction::frees) {
+            self.finish_reduction()?;
+        }
+        let kept = self.kept.values_mut().map(|(sum, _)| sum);
+        for gradient in self.by_name.values_mut().chain(kept) {
             *gradient = (&*gradient * factor)?;
         }
         Ok(())
     }
 
-    /// The gradient for this variable name.
+    /// The gradient for this variable name. `None` if ranks [divide](crate::optim::Sharding) it:
+    /// each of them has its own part of the sum.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
     }
 
-    /// Names and gradients, sorted by name.
+    /// Names and gradients, sorted by name, as in [`Self::get`].
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.by_name
             .iter()
@@ -272,7 +338,7 @@ impl Gradients {
 
     /// Returns whether there are no gradients.
     pub fn is_empty(&self) -> bool {
-        self.by_name.is_empty()
+        self.names().next().is_none() && self.reduction.is_none()
     }
 
     /// Removes all gradients, to start the next step.
@@ -280,6 +346,7 @@ impl Gradients {
         self.reduction = None;
         self.shard = None;
         self.by_name.clear();
+        self.kept.clear();
     }
 }
 

@@ -4,7 +4,8 @@ mod adamw;
 pub(crate) mod grad_sink;
 mod gradients;
 mod reduction;
-mod shard;
+mod sharding;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule, MasterWeights, StateForm};
 pub use gradients::Gradients;
+pub use sharding::Sharding;

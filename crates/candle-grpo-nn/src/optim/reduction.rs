@@ -1,56 +1,113 @@
 //! Gradient sums over all ranks, computed while the backward pass still runs.
 
-use std::collections::BTreeSet;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
-use candle_core::{Error, Result, Tensor, bail};
+use candle_core::{Error, Result, Shape, Tensor, bail};
+use candle_grpo_collective::Collective;
 
-use super::shard::Shard;
+use crate::weights::shard::Shard;
 
 /// Minimum bucket size in elements: 25 MiB in f32, as in PyTorch's `DistributedDataParallel`. Fewer
 /// calls spend less time on latency, while more calls overlap better with the backward pass.
-const BUCKET: usize = 25 << 18;
+pub(super) const BUCKET: usize = 25 << 18;
 
-/// A thread that sums gradient buckets over all ranks, in place and in order.
+/// The sums that a rank receives.
+#[derive(Clone)]
+pub(super) enum Sums {
+    /// Every rank receives all sums, in place.
+    Whole(Arc<dyn Collective>),
+    /// Each rank receives the sums for its own part, in place.
+    Parts(Shard),
+    /// Each rank receives the sums for its own part apart, and frees the gradients.
+    Divided(Shard),
+}
+
+impl Sums {
+    /// The number of buckets that may wait while another is summed. Gradients that are freed
+    /// afterwards must not pile up.
+    fn waiting(&self) -> usize {
+        match self {
+            Self::Whole(_) | Self::Parts(_) => 1024,
+            Self::Divided(_) => 0,
+        }
+    }
+}
+
+/// The sums for this rank's part of each gradient, as [`Shard::keep`] lays them out, with the shape
+/// of the whole.
+pub(super) type Kept = BTreeMap<String, (Tensor, Shape)>;
+
+/// A gradient with its name.
+type Named = (String, Tensor);
+
+/// A thread that sums gradient buckets over all ranks, in order.
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
-    buckets: Option<Sender<Vec<Tensor>>>,
-    thread: Option<JoinHandle<Result<()>>>,
-    /// The next bucket, and how many elements it has.
-    bucket: Vec<Tensor>,
+    buckets: Option<SyncSender<Vec<Named>>>,
+    thread: Option<JoinHandle<Result<Kept>>>,
+    /// The next bucket, how many elements it has, and with how many it is summed.
+    bucket: Vec<Named>,
     elements: usize,
+    least: usize,
     added: BTreeSet<String>,
+    frees: bool,
 }
 
 impl Reduction {
-    /// Starts the thread. With `scatter`, each rank receives only the sums for its own part.
-    pub(super) fn start(shard: Shard, scatter: bool) -> Result<Self> {
-        let (buckets, received) = channel();
+    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`. A
+    /// bucket has at least `least` elements, as [`BUCKET`], or is the last one.
+    pub(super) fn start(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
+        let (buckets, received) = sync_channel(sums.waiting());
+        let frees = matches!(sums, Sums::Divided(_));
         let thread = Builder::new()
             .name("gradients".to_owned())
-            .spawn(move || reduce(&shard, scatter, &received))
+            .spawn(move || reduce(&sums, kept, &received))
             .map_err(Error::wrap)?;
         Ok(Self {
             buckets: Some(buckets),
             thread: Some(thread),
             bucket: Vec::new(),
             elements: 0,
+            least,
             added: BTreeSet::new(),
+            frees,
         })
+    }
+
+    /// Returns whether the sums are apart, so that added gradients must be freed.
+    pub(super) fn frees(&self) -> bool {
+        self.frees
+    }
+
+    /// Returns whether the gradient of this name was added.
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.added.contains(name)
     }
 
     /// Adds a gradient to the next bucket, unless already added. Do not use the gradient until
     /// [`Self::finish`].
-    pub(super) fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
-        if self.added.insert(name.to_owned()) {
-            self.elements += gradient.elem_count();
-            self.bucket.push(gradient.clone());
-            if self.elements >= BUCKET {
-                self.send()?;
+    ///
+    /// # Errors
+    ///
+    /// If another one of this name was added and freed.
+    pub(super) fn add(&mut self, name: &str, gradient: Tensor) -> Result<()> {
+        if !self.added.insert(name.to_owned()) {
+            if self.frees {
+                bail!(
+                    "gradient of {name}: two in a backward pass, must be one when it is complete"
+                );
             }
+            return Ok(());
+        }
+        self.elements += gradient.elem_count();
+        self.bucket.push((name.to_owned(), gradient));
+        if self.elements >= self.least {
+            self.send()?;
         }
         Ok(())
     }
@@ -60,19 +117,19 @@ impl Reduction {
         let bucket = std::mem::take(&mut self.bucket);
         match &self.buckets {
             Some(buckets) if buckets.send(bucket).is_ok() => Ok(()),
-            _ => self.join(),
+            _ => self.join().map(drop),
         }
     }
 
-    /// Waits until all buckets are summed.
-    pub(super) fn finish(mut self) -> Result<()> {
+    /// Waits until all buckets are summed. Returns the sums that are apart.
+    pub(super) fn finish(mut self) -> Result<Kept> {
         if !self.bucket.is_empty() {
             self.send()?;
         }
         self.join()
     }
 
-    fn join(&mut self) -> Result<()> {
+    fn join(&mut self) -> Result<Kept> {
         self.buckets = None;
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
@@ -91,14 +148,110 @@ impl Drop for Reduction {
     }
 }
 
-fn reduce(shard: &Shard, scatter: bool, buckets: &Receiver<Vec<Tensor>>) -> Result<()> {
-    let collective = &shard.0;
+fn reduce(sums: &Sums, mut kept: Kept, buckets: &Receiver<Vec<Named>>) -> Result<Kept> {
+    let mut started = Vec::new();
     while let Ok(bucket) = buckets.recv() {
-        if scatter {
-            shard.start_reduce_scatter_sum(&bucket)?
-        } else {
-            collective.start_all_reduce_sum(&bucket.iter().collect::<Vec<_>>())?
+        let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
+        match sums {
+            Sums::Whole(collective) => {
+                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
+            }
+            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
+            Sums::Divided(shard) => {
+                // The bucket before is summed while the backward pass computes this one.
+                keep(shard, std::mem::replace(&mut started, bucket), &mut kept)?;
+                shard.start_reduce_scatter_sum(&tensors)?;
+            }
         }
     }
-    collective.finish()
+    match sums {
+        Sums::Whole(collective) => collective.finish()?,
+        Sums::Parts(shard) => shard.collective.finish()?,
+        Sums::Divided(shard) => keep(shard, started, &mut kept)?,
+    }
+    Ok(kept)
+}
+
+/// Waits for the sums in a bucket, keeps this rank's part, and frees the rest.
+fn keep(shard: &Shard, bucket: Vec<Named>, kept: &mut Kept) -> Result<()> {
+    if !bucket.is_empty() {
+        shard.collective.finish()?;
+    }
+    for (name, gradient) in bucket {
+        let own = shard.keep(&gradient, gradient.elem_count())?;
+        let sum = match kept.remove(&name) {
+            None => own,
+            Some((sum, _)) => (sum + own)?,
+        };
+        kept.insert(name, (sum, gradient.shape().clone()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use candle_grpo_test_support::on_ranks;
+
+    use super::*;
+
+    /// The elements of each gradient. Some are larger than the smallest bucket.
+    const SIZES: [usize; 9] = [700, 1, 999, 1000, 1001, 2500, 30, 4, 2];
+
+    /// A rank's gradients of a backward pass.
+    fn gradients(pass: usize, rank: usize) -> Result<Vec<(String, Tensor)>> {
+        let tensor = |(index, &size): (usize, &usize)| {
+            let numbers = Tensor::arange(0f32, size as f32, &Device::Cpu)?;
+            let step = 0.37 + 0.11 * pass as f64 + 1.3 * rank as f64 + 0.7 * index as f64;
+            Ok((format!("{index}"), numbers.affine(step, 0.2)?.sin()?))
+        };
+        SIZES.iter().enumerate().map(tensor).collect()
+    }
+
+    fn added(mut reduction: Reduction, gradients: &[(String, Tensor)]) -> Result<Kept> {
+        for (name, gradient) in gradients {
+            reduction.add(name, gradient.clone())?;
+        }
+        reduction.finish()
+    }
+
+    /// The sums of two passes for this rank's part: apart, and of the sums in place.
+    fn sums(shard: &Shard, least: usize) -> Result<[Vec<Vec<f32>>; 2]> {
+        let rank = shard.collective.rank();
+        let (mut kept, mut in_place) = (Kept::new(), Vec::new());
+        for pass in 0..2 {
+            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least)?;
+            kept = added(divided, &gradients(pass, rank)?)?;
+            let whole = gradients(pass, rank)?;
+            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
+            added(parts, &whole)?;
+            in_place.push(whole);
+        }
+        let apart = kept.values().map(|(sum, _)| sum.to_vec1());
+        let both = in_place[0].iter().zip(&in_place[1]);
+        let expected = both.map(|((_, first), (_, second))| {
+            let elements = first.elem_count();
+            let [first, second] = [first, second].map(|sum| shard.keep(sum, elements));
+            (first? + second?)?.to_vec1()
+        });
+        Ok([
+            apart.collect::<Result<_>>()?,
+            expected.collect::<Result<_>>()?,
+        ])
+    }
+
+    /// With all gradients in one bucket, and in several.
+    #[test]
+    fn sums_apart_have_the_bits_of_sums_in_place() {
+        for world_size in [2, 3, 5] {
+            for (unit, least) in [(1, BUCKET), (1, 1000), (8, 1000), (256, 1000), (1, 1)] {
+                on_ranks(world_size, |collective| {
+                    let shard = Shard::new(collective, unit);
+                    let [apart, in_place] = sums(&shard, least).unwrap();
+                    assert_eq!(apart.len(), SIZES.len());
+                    assert!(apart == in_place, "{world_size} ranks, {unit}, {least}");
+                });
+            }
+        }
+    }
 }

@@ -42,13 +42,15 @@ pub struct Export<'a> {
     change: Option<Change<'a>>,
     dtype: DType,
     has_output_copy: bool,
+    has_masters: bool,
 }
 
 /// Returns the tensor to write for this parameter name.
 type Change<'a> = Rc<dyn Fn(&str, Tensor) -> Result<Tensor> + 'a>;
 
 impl<'a> Export<'a> {
-    /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks.
+    /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks. If ranks divide
+    /// the f32 weights, these are the rounded copies: see [`Self::with_masters`].
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
         let dtype = if weights.any(|(_, weight)| weight.dtype() == DType::U8) {
@@ -61,6 +63,7 @@ impl<'a> Export<'a> {
             change: None,
             dtype,
             has_output_copy: false,
+            has_masters: false,
         }
     }
 
@@ -74,6 +77,23 @@ impl<'a> Export<'a> {
     #[must_use]
     pub fn in_dtype(self, dtype: DType) -> Self {
         Self { dtype, ..self }
+    }
+
+    /// Exports f32 weights that ranks [divide](crate::AdamWConfig::divide), in f32, in place of
+    /// their rounded copies. Only rank 0 may compute tensors, while the others
+    /// [take part](Parameters::take_part_in_export). Other weights are as before.
+    #[must_use]
+    pub fn with_masters(self) -> Self {
+        let dtype = if self.parameters.is_divided() {
+            DType::F32
+        } else {
+            self.dtype
+        };
+        Self {
+            dtype,
+            has_masters: true,
+            ..self
+        }
     }
 
     /// Writes the output layer as its own weight if `model` ties it to the embedding. Returns the
@@ -131,7 +151,15 @@ impl<'a> Export<'a> {
         let Some(weight) = self.parameters.get(name) else {
             bail!("parameters: no {name}, must have it");
         };
-        let weight = numbers(&weight.as_detached_tensor(), DType::F32)?;
+        let master = if self.has_masters {
+            self.parameters.gathered(name)?
+        } else {
+            None
+        };
+        let weight = match master {
+            Some(master) => master,
+            None => numbers(&weight.as_detached_tensor(), DType::F32)?,
+        };
         match &self.change {
             Some(change) => change(name, weight),
             None => Ok(weight),

@@ -11,9 +11,10 @@ pub(crate) mod parameters;
 mod safetensors;
 pub(crate) mod safetensors_writer;
 mod sequence_classifier;
+pub(crate) mod shard;
 pub(crate) mod stacks;
 pub(crate) mod standard_normal;
-mod stored_tensor;
+pub(crate) mod stored_tensor;
 
 pub use base_weights::BaseWeights;
 pub use check::{all_finite, text_model};

@@ -10,10 +10,11 @@ use candle_nn::VarBuilder;
 use crate::config::architecture::{Initial, Parameter};
 use crate::weights::Export;
 use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
-use crate::weights::check::{check_headers, check_names, reduce_to_parameters};
+use crate::weights::check::{check_headers, check_names, reduce_to_parameters, text_model};
 use crate::weights::safetensors;
+use crate::weights::shard::Shard;
 use crate::weights::standard_normal::StandardNormal;
-use crate::weights::stored_tensor::StoredTensor;
+use crate::weights::stored_tensor::{StoredTensor, Values};
 use crate::{BaseWeights, ComputeCopies, DecoderConfig};
 
 /// Standard deviation for new weights, as in GPT-2 and Hugging Face's `initializer_range`.
@@ -29,14 +30,47 @@ pub(crate) const INIT_STD: f64 = 0.02;
 #[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
+    masters: Option<Masters>,
     device: Device,
 }
+
+/// The f32 master weights of variables in another dtype, which ranks divide.
+#[derive(Debug, Clone)]
+struct Masters {
+    shard: Shard,
+    /// This rank's part of each, as [`Shard::keep`] lays it out.
+    kept: BTreeMap<String, Var>,
+}
+
+impl Masters {
+    /// Gathers the weight that `variable` is the rounded copy of.
+    fn gather(&self, name: &str, variable: &Var) -> Result<Tensor> {
+        let Some(kept) = self.kept.get(name) else {
+            bail!("{name}: no master weight, must have one");
+        };
+        let elements = variable.elem_count();
+        let whole = Tensor::zeros(elements, kept.dtype(), kept.device())?;
+        self.shard.gather(kept, &whole, elements)?;
+        whole.reshape(variable.shape())
+    }
+
+    /// Sends rank 0's `request` to all ranks: the index of a weight to gather, or [`END`].
+    fn request(&self, request: i64) -> Result<i64> {
+        let message = Tensor::new(&[request], &Device::Cpu)?;
+        self.shard.collective.broadcast(&[&message], 0)?;
+        Ok(message.to_vec1::<i64>()?[0])
+    }
+}
+
+/// The [request](Masters::request) after the last one.
+const END: i64 = -1;
 
 impl Parameters {
     /// Creates parameters without variables, for a model whose weights are not read.
     pub fn empty() -> Self {
         Self {
             variables: BTreeMap::new(),
+            masters: None,
             device: Device::Cpu,
         }
     }
@@ -74,6 +108,7 @@ impl Parameters {
         }
         Ok(Self {
             variables,
+            masters: None,
             device: device.clone(),
         })
     }
@@ -134,6 +169,7 @@ impl Parameters {
         }
         Ok(Self {
             variables,
+            masters: None,
             device: device.clone(),
         })
     }
@@ -183,6 +219,7 @@ impl Parameters {
     pub(crate) fn unchecked(variables: BTreeMap<String, Var>, device: &Device) -> Self {
         Self {
             variables,
+            masters: None,
             device: device.clone(),
         }
     }
@@ -318,6 +355,108 @@ impl Parameters {
         Ok(self)
     }
 
+    /// Divides f32 weights between ranks. The variables are then in `dtype`, and beside them each
+    /// rank keeps its part of the f32 weights. Each weight is freed once it is divided, unless a
+    /// clone shares it.
+    pub(crate) fn divided(self, dtype: DType, shard: Shard) -> Result<Self> {
+        let (mut variables, mut kept) = (BTreeMap::new(), BTreeMap::new());
+        for (name, variable) in self.variables {
+            let weight = variable.as_detached_tensor();
+            if weight.dtype() != DType::F32 {
+                bail!("{name}: {:?}, must be F32 to be divided", weight.dtype());
+            }
+            let own = shard.keep(&weight, weight.elem_count())?;
+            kept.insert(name.clone(), Var::from_tensor(&own)?);
+            variables.insert(name, Var::from_tensor(&weight.to_dtype(dtype)?)?);
+        }
+        Ok(Self {
+            variables,
+            masters: Some(Masters { shard, kept }),
+            device: self.device,
+        })
+    }
+
+    /// Returns whether ranks [divide](crate::AdamWConfig::divide) the f32 weights.
+    pub fn is_divided(&self) -> bool {
+        self.masters.is_some()
+    }
+
+    /// The division of the f32 weights between ranks, if they are divided.
+    pub(crate) fn shard(&self) -> Option<&Shard> {
+        self.masters.as_ref().map(|masters| &masters.shard)
+    }
+
+    /// This rank's part of the f32 weight of this name, if ranks divide it.
+    pub(crate) fn master(&self, name: &str) -> Option<&Var> {
+        self.masters.as_ref()?.kept.get(name)
+    }
+
+    /// Returns the f32 weight of this name; if ranks divide the weights, from all of them. Only
+    /// rank 0 calls it, while the others [take part](Self::take_part_in_export).
+    pub(crate) fn gathered(&self, name: &str) -> Result<Option<Tensor>> {
+        let (Some(masters), Some(variable)) = (&self.masters, self.variables.get(name)) else {
+            return Ok(None);
+        };
+        let rank = masters.shard.collective.rank();
+        if rank != 0 {
+            bail!("weights: gathered by rank {rank}, must be by rank 0");
+        }
+        let index = self.variables.keys().position(|other| other == name);
+        masters.request(index.map_or(END, |index| index as i64))?;
+        masters.gather(name, variable).map(Some)
+    }
+
+    /// Returns the weight of this name, in f32 if ranks [divide](crate::AdamWConfig::divide) it.
+    /// Then all ranks must call it together, unlike an [export](Export::with_masters).
+    ///
+    /// # Errors
+    ///
+    /// If there is no weight of this name, or another rank has ended.
+    pub fn whole(&self, name: &str) -> Result<Tensor> {
+        let Some(variable) = self.variables.get(name) else {
+            bail!("parameters: no {name}, must have it");
+        };
+        match &self.masters {
+            Some(masters) => masters.gather(name, variable),
+            None => Ok(variable.as_detached_tensor()),
+        }
+    }
+
+    /// Ends the exports [with masters](Export::with_masters) that the other ranks take part in.
+    /// Only rank 0 calls it. Does nothing unless ranks divide the weights.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended.
+    pub fn end_exports(&self) -> Result<()> {
+        match &self.masters {
+            Some(masters) => masters.request(END).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes part while rank 0 exports the weights [with masters](Export::with_masters), until it
+    /// [ends](Self::end_exports) the exports. Does nothing unless ranks divide the weights.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended.
+    pub fn take_part_in_export(&self) -> Result<()> {
+        let Some(masters) = &self.masters else {
+            return Ok(());
+        };
+        loop {
+            let request = masters.request(END)?;
+            let Ok(index) = usize::try_from(request) else {
+                return Ok(());
+            };
+            let Some((name, variable)) = self.variables.iter().nth(index) else {
+                bail!("weights: rank 0 exports number {index}, must be one of the parameters");
+            };
+            masters.gather(name, variable)?;
+        }
+    }
+
     /// Checks the weight names, shapes and types in a Hugging Face folder, and its file lengths,
     /// without reading the weights.
     ///
@@ -336,7 +475,9 @@ impl Parameters {
     }
 
     /// Writes one safetensors file that you can load with [`Self::load`] or Hugging Face
-    /// transformers. See [`Export`] for other dtypes and merged adapters.
+    /// transformers. See [`Export`] for other dtypes and merged adapters, and
+    /// [`Export::with_masters`] for the f32 weights that ranks [divide](Self::is_divided): without
+    /// it, the file has the rounded ones.
     ///
     /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
@@ -374,7 +515,8 @@ impl Parameters {
             .collect()
     }
 
-    /// Copies the variables to `device`. The copies are independent.
+    /// Copies the variables to `device`. The copies are independent. If ranks
+    /// [divide](Self::is_divided) the f32 weights, only the rounded ones are copied.
     pub fn copy_to(&self, device: &Device) -> Result<Self> {
         let variables = self
             .variables
@@ -443,23 +585,49 @@ impl Parameters {
     ///
     /// If names or shapes do not match. In that case nothing has changed.
     pub fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        self.set(values)
+    }
+
+    /// Like [`Self::set_values`], with the values in a safetensors file, which are read one by one.
+    /// The file may have the names of a checkpoint that is more than the text model `config`.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::set_values`]. Also if the file cannot be read; then some values may have
+    /// changed.
+    pub fn set_values_from(&self, path: &Path, config: Option<&DecoderConfig>) -> Result<()> {
+        let set = |values| match config {
+            Some(config) => self.set(&text_model(config, values)),
+            None => self.set(&values),
+        };
+        StoredTensor::read_file(path).and_then(set)
+    }
+
+    fn set<T: Values>(&self, values: &HashMap<String, T>) -> Result<()> {
         let expected = self.variables.iter();
         let expected = expected.map(|(name, variable)| (name.clone(), variable.shape().clone()));
         check_names("values", &expected.collect(), values)?;
         for (name, variable) in &self.variables {
             let value = &values[name];
-            if value.shape() != variable.shape() || !value.dtype().is_float() {
+            let dtype = value.dtype()?;
+            if value.dims() != variable.dims() || !dtype.is_float() {
                 bail!(
-                    "values: {name}: {:?} of {:?}, must be {:?} of a floating-point type",
+                    "values: {name}: {:?} of {dtype:?}, must be {:?} of a floating-point type",
                     value.dims(),
-                    value.dtype(),
                     variable.dims()
                 );
             }
         }
-        self.variables
-            .iter()
-            .try_for_each(|(name, variable)| copy_into(variable, &values[name]))
+        for (name, variable) in &self.variables {
+            let value = values[name].read(0..variable.elem_count())?;
+            copy_into(variable, &value.reshape(variable.shape())?)?;
+            if let Some(Masters { shard, kept }) = &self.masters
+                && let Some(kept) = kept.get(name)
+            {
+                copy_into(kept, &shard.keep(&value, variable.elem_count())?)?;
+            }
+        }
+        Ok(())
     }
 
     /// Names and variables, sorted by name.

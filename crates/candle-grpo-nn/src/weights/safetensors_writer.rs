@@ -1,5 +1,6 @@
 //! Writes safetensors files piece by piece.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufWriter, Error, Result, Write};
@@ -89,6 +90,12 @@ fn write_in(dtype: DType, tensor: &Tensor, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
+/// The order of tensors in a file, given their dtypes and names. Each is aligned to its dtype.
+pub(crate) fn file_order(left: (Dtype, &str), right: (Dtype, &str)) -> Ordering {
+    let dtype = right.0.cmp(&left.0);
+    dtype.then_with(|| left.1.cmp(right.1))
+}
+
 /// Writes one safetensors file [atomically](crate::atomic_file), in the library's tensor order.
 ///
 /// No file is created if a tensor cannot be computed or if `check`, which runs after the tensors
@@ -98,11 +105,7 @@ pub(crate) fn write(
     mut tensors: Vec<LazyTensor<'_>>,
     check: impl FnOnce() -> Result<()>,
 ) -> candle_core::Result<()> {
-    // Each tensor is aligned to its dtype.
-    tensors.sort_by(|left, right| {
-        let dtype = right.dtype.cmp(&left.dtype);
-        dtype.then_with(|| left.name.cmp(&right.name))
-    });
+    tensors.sort_by(|left, right| file_order((left.dtype, &left.name), (right.dtype, &right.name)));
     let fill = |temporary: &Path| {
         let mut out = BufWriter::new(File::create(temporary)?);
         let header = header(&tensors)?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -84,7 +85,12 @@ impl StoredTensor {
             check_finite(&tensor)?;
             Ok(tensor)
         };
-        read().map_err(|error| in_file(&self.file.path, of_tensor(&self.name, error)))
+        read().map_err(|error| self.named(error))
+    }
+
+    /// Adds the names of the file and the tensor to an error.
+    fn named(&self, error: Error) -> Error {
+        in_file(&self.file.path, of_tensor(&self.name, error))
     }
 
     pub(crate) fn bytes(&self) -> io::Result<Vec<u8>> {
@@ -111,6 +117,60 @@ impl StoredTensor {
 
     pub(crate) fn check_unchanged(&self) -> io::Result<()> {
         self.file.check_unchanged()
+    }
+}
+
+/// A tensor in memory or in a file.
+pub(crate) trait Values {
+    fn dims(&self) -> &[usize];
+
+    /// # Errors
+    ///
+    /// If Candle does not have the dtype.
+    fn dtype(&self) -> Result<DType>;
+
+    /// Reads these elements, one after the other.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read.
+    fn read(&self, elements: Range<usize>) -> Result<Tensor>;
+}
+
+impl Values for Tensor {
+    fn dims(&self) -> &[usize] {
+        self.dims()
+    }
+
+    fn dtype(&self) -> Result<DType> {
+        Ok(self.dtype())
+    }
+
+    fn read(&self, elements: Range<usize>) -> Result<Tensor> {
+        let flat = self.contiguous()?.flatten_all()?;
+        flat.narrow(0, elements.start, elements.len())
+    }
+}
+
+impl Values for StoredTensor {
+    fn dims(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn dtype(&self) -> Result<DType> {
+        DType::try_from(self.dtype).map_err(|error| self.named(error))
+    }
+
+    fn read(&self, elements: Range<usize>) -> Result<Tensor> {
+        let dtype = Values::dtype(self)?;
+        let size = dtype.size_in_bytes();
+        let part = Self {
+            start: self.start + (elements.start * size) as u64,
+            length: elements.len() * size,
+            ..self.clone()
+        };
+        let bytes = part.bytes().map_err(|error| self.named(error.into()))?;
+        Tensor::from_raw_buffer(&bytes, dtype, &[elements.len()], &Device::Cpu)
     }
 }
 

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_nn::optim::{DecayRule, MasterWeights, StateForm};
+use candle_grpo_nn::optim::{DecayRule, MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use rstest::rstest;
 
-use candle_grpo_test_support::{device, message, noise_tensor};
+use candle_grpo_test_support::{device, message, noise_tensor, on_ranks};
 
 use crate::small::{bits, config, exact_gradients, left_padded, lively, next_token_loss};
 
@@ -640,4 +640,54 @@ fn bf16_weights_need_their_option() -> Result<()> {
     let expected = "is BF16, must be F32 to train, F64, or BF16 with master_weights bf16";
     assert!(error.contains(expected), "{error}");
     Ok(())
+}
+
+/// Adds 0.5 to every gradient.
+fn add_halves(gradients: &mut Gradients, parameters: &Parameters) -> Result<()> {
+    for (name, variable) in parameters.iter() {
+        gradients.add(name, &(variable.ones_like()? * 0.5)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pass_whose_gradients_ranks_do_not_divide_as_those_before_is_refused() -> Result<()> {
+    let errors = on_ranks(2, |collective| -> Result<_> {
+        let parameters = ones()?;
+        let options = by_hand(DecayRule::All);
+        let sharding = Sharding::Resident;
+        let mut optimizer = AdamW::sharded(options, &parameters, &collective, sharding)?;
+        let mut gradients = Gradients::new();
+        optimizer.begin_reduction(&mut gradients, &collective)?;
+        add_halves(&mut gradients, &parameters)?;
+        gradients.finish_reduction()?;
+        add_halves(&mut gradients, &parameters)?;
+        let clipped = message(gradients.clip_factor(1.));
+        let stepped = message(optimizer.step(&parameters, &gradients));
+        // The number of steps is that before.
+        assert_eq!(optimizer.steps(), 0);
+        Ok([clipped, stepped])
+    });
+    for error in errors.into_iter().collect::<Result<Vec<_>>>()?.concat() {
+        assert!(
+            error.contains("of one rank alone, must be summed"),
+            "{error}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn weights_that_were_divided_for_another_state_are_refused() {
+    let errors = on_ranks(2, |collective| -> Result<_> {
+        let divided = by_hand(DecayRule::All).divide(ones()?, DType::BF16, &collective)?;
+        // Whole blocks can have a state in f32.
+        let blocks = in_blocks().divide(ones()?, DType::BF16, &collective)?;
+        AdamW::new(by_hand(DecayRule::All), &blocks)?;
+        Ok(message(AdamW::new(in_blocks(), &divided)))
+    });
+    for error in errors {
+        let expected = "state: 8bit with master_weights f32, must be the options that the weights were divided with";
+        assert_eq!(error.unwrap(), expected);
+    }
 }

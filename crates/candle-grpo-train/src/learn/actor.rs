@@ -1,6 +1,7 @@
 //! The trained policy.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +16,7 @@ use candle_grpo_loss::{
     sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
-use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
     DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
@@ -120,6 +121,37 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
+        Self::with_weights(model, parameters, config, None)
+    }
+
+    /// Creates an actor on one of the ranks in `collective`, which divide the state of the
+    /// optimizer, and the gradients with [`Sharding::Resident`]: [`AdamW::sharded`]. With
+    /// `adapters` these train: [`Self::with_adapters`].
+    ///
+    /// To divide the f32 weights, too, call [`AdamWConfig::divide`] first.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`] and [`Self::with_adapters`].
+    pub fn sharded<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        adapters: Option<Lora>,
+        config: ActorConfig,
+        ranks: (&Arc<dyn Collective>, Sharding),
+    ) -> Result<Self> {
+        match adapters {
+            Some(adapters) => Self::with_trained(model, parameters, adapters, config, Some(ranks)),
+            None => Self::with_weights(model, parameters, config, Some(ranks)),
+        }
+    }
+
+    fn with_weights<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
         ensure_master_weights(&config.optimizer, config.compute_dtype, false)?;
         let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
             (MasterWeights::F32, _) | (_, DType::BF16) => parameters,
@@ -136,7 +168,7 @@ impl<M: LanguageModel> Actor<M> {
             }
         };
         let policy = build(&model, vb, &config)?;
-        Self::from_policy(policy, parameters, None, copies, config)
+        Self::from_policy(policy, (parameters, None), copies, config, ranks)
     }
 
     /// Creates an actor that trains `adapters` and freezes `parameters`, in the dtype that the
@@ -154,6 +186,16 @@ impl<M: LanguageModel> Actor<M> {
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
+        Self::with_trained(model, parameters, adapters, config, None)
+    }
+
+    fn with_trained<C: ModelConfig<Model = M>>(
+        model: C,
+        parameters: Parameters,
+        adapters: Lora,
+        config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
         let decoder = model
             .decoder()
             .context("adapters: given, must be absent for a custom model")?;
@@ -164,7 +206,8 @@ impl<M: LanguageModel> Actor<M> {
         let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
         let policy = build(&model, vb, &config)?;
-        Self::from_policy(policy, parameters, Some(adapters), copies, config)
+        let weights = (parameters, Some(adapters));
+        Self::from_policy(policy, weights, copies, config, ranks)
     }
 
     /// [`Self::sampler`] of a policy of shape `model`.
@@ -215,15 +258,16 @@ impl<M: LanguageModel> Actor<M> {
             "be false for a custom model",
         )?;
         ensure_f32(&config)?;
-        Self::from_policy(model, variables, None, ComputeCopies::default(), config)
+        let copies = ComputeCopies::default();
+        Self::from_policy(model, (variables, None), copies, config, None)
     }
 
     fn from_policy(
         policy: M,
-        parameters: Parameters,
-        adapters: Option<Lora>,
+        (parameters, adapters): (Parameters, Option<Lora>),
         copies: ComputeCopies,
         config: ActorConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
         check::non_negative("router_aux_loss_coef", config.router_aux_loss_coef)?;
@@ -233,7 +277,7 @@ impl<M: LanguageModel> Actor<M> {
         }
         let trained = trained(&adapters, &parameters);
         Ok(Self {
-            descent: GradientDescent::new(config.optimizer.clone(), trained)?,
+            descent: GradientDescent::new(config.optimizer.clone(), trained, ranks)?,
             policy,
             parameters,
             adapters,
@@ -402,7 +446,8 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
-    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    /// be the last of the optimizer step unless [`Self::reduces_each_pass`]. All ranks call it, and
+    /// the step of all is the same.
     ///
     /// # Errors
     ///
@@ -411,11 +456,10 @@ impl<M: LanguageModel> Actor<M> {
         self.descent.begin_reduction(collective)
     }
 
-    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
-    /// zero.
-    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let trained = trained(&self.adapters, &self.parameters);
-        self.descent.shard(trained, collective)
+    /// Returns whether every [`Self::forward_backward`] must follow a
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    pub fn reduces_each_pass(&self) -> bool {
+        self.descent.reduces_each_pass()
     }
 
     /// Multiplies the accumulated gradients by `factor`.
@@ -443,7 +487,8 @@ impl<M: LanguageModel> Actor<M> {
         self.config.policy_loss.entropy_coef = entropy_coef;
     }
 
-    /// Returns the parameters of the policy; with adapters, the frozen base.
+    /// Returns the parameters of the policy; with adapters, the frozen base. If ranks
+    /// [divide](AdamWConfig::divide) the f32 weights, these are rounded.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
@@ -471,6 +516,16 @@ impl<M: LanguageModel> Actor<M> {
     /// Sets all trained parameters to `values`.
     pub(crate) fn set_trained(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         self.trained().set_values(values)?;
+        Ok(self.copies.refresh()?)
+    }
+
+    /// Sets all trained parameters to those in a safetensors file, of a model with this decoder.
+    pub(crate) fn set_trained_from(
+        &self,
+        path: &Path,
+        decoder: Option<&DecoderConfig>,
+    ) -> Result<()> {
+        self.trained().set_values_from(path, decoder)?;
         Ok(self.copies.refresh()?)
     }
 
@@ -612,6 +667,19 @@ pub(crate) fn ensure_master_weights(
         Name(&compute_dtype)
     );
     Ok(check::check(valid, field, "bf16", &must)?)
+}
+
+/// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
+pub(super) fn divides_weights(
+    optimizer: &AdamWConfig,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+    sharding: Sharding,
+) -> bool {
+    sharding == Sharding::Resident
+        && !has_adapters
+        && compute_dtype != ComputeDType::F32
+        && optimizer.master_weights == MasterWeights::F32
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

@@ -24,8 +24,8 @@ impl<C: ModelConfig> Trainer<C> {
         self.save_state(folder)
     }
 
-    /// Takes part when rank 0 writes a checkpoint or calls [`Self::save_state`]. With
-    /// [`TrainConfig::sharded_optimizer`](crate::TrainConfig::sharded_optimizer), all other ranks
+    /// Takes part when rank 0 writes a checkpoint or calls [`Self::save_state`]. If the ranks
+    /// divide anything ([`TrainConfig::sharding`](crate::TrainConfig::sharding)), all others
     /// must call it meanwhile.
     pub fn take_part_in_checkpoint(&self) -> Result<()> {
         self.models.take_part_in_save()

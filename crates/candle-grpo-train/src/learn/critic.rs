@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Parameters, ValueHead,
 };
@@ -81,7 +82,38 @@ impl Critic {
     /// Creates a critic from a copy of the `policy` of shape `model`, without its output layer.
     ///
     /// All values are initially 0.
+    ///
+    /// # Errors
+    ///
+    /// If `config` is not valid, or `policy` lacks a weight of the decoder.
     pub fn new(model: &DecoderConfig, policy: &Parameters, config: CriticConfig) -> Result<Self> {
+        Self::with_ranks(model, policy, config, None)
+    }
+
+    /// Creates a critic on one of the ranks in `collective`, which divide the state of the
+    /// optimizer, and the gradients with [`Sharding::Resident`]: [`AdamW::sharded`].
+    ///
+    /// All ranks must call it together: the f32 weights of a [divided](AdamWConfig::divide)
+    /// `policy` come from all of them.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn sharded(
+        model: &DecoderConfig,
+        policy: &Parameters,
+        config: CriticConfig,
+        ranks: (&Arc<dyn Collective>, Sharding),
+    ) -> Result<Self> {
+        Self::with_ranks(model, policy, config, Some(ranks))
+    }
+
+    fn with_ranks(
+        model: &DecoderConfig,
+        policy: &Parameters,
+        config: CriticConfig,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
         config.validate()?;
         // A tied decoder avoids an unused output layer.
         let model = DecoderConfig {
@@ -92,8 +124,8 @@ impl Critic {
         let tensors = policy
             .iter()
             .filter(|(name, _)| shapes.contains_key(*name))
-            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
-            .collect();
+            .map(|(name, _)| Ok((name.to_owned(), policy.whole(name)?)))
+            .collect::<Result<_>>()?;
         let parameters = Parameters::from_tensors(&model, tensors, policy.device())?;
         let parameters = ValueHead::add_to(parameters, model.hidden_size)?;
         let head = |vb| ValueHead::new(model.hidden_size, vb);
@@ -101,7 +133,7 @@ impl Critic {
             decoder: Decoder::new(&model, parameters.detached_var_builder())?,
             head: head(parameters.detached_var_builder())?,
             training_head: head(parameters.var_builder())?,
-            descent: GradientDescent::new(config.optimizer.clone(), &parameters)?,
+            descent: GradientDescent::new(config.optimizer.clone(), &parameters, ranks)?,
             parameters,
             config,
         })
@@ -167,7 +199,8 @@ impl Critic {
     }
 
     /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
-    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    /// be the last of the optimizer step unless [`Self::reduces_each_pass`]. All ranks call it, and
+    /// the step of all is the same.
     ///
     /// # Errors
     ///
@@ -176,10 +209,10 @@ impl Critic {
         self.descent.begin_reduction(collective)
     }
 
-    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
-    /// zero.
-    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        self.descent.shard(&self.parameters, collective)
+    /// Returns whether every [`Self::forward_backward`] must follow a
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    pub fn reduces_each_pass(&self) -> bool {
+        self.descent.reduces_each_pass()
     }
 
     /// Clears the accumulated gradients.

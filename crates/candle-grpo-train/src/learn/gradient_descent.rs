@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::Collective;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{AdamW, AdamWConfig, ComputeCopies, Gradients, Parameters};
 
 use super::StepStats;
@@ -16,29 +17,34 @@ pub(crate) struct GradientDescent {
 }
 
 impl GradientDescent {
-    pub(super) fn new(config: AdamWConfig, trained: &Parameters) -> Result<Self> {
+    /// Creates gradients, and an optimizer of which the ranks keep their parts, if there are any.
+    pub(super) fn new(
+        config: AdamWConfig,
+        trained: &Parameters,
+        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+    ) -> Result<Self> {
+        let optimizer = match ranks {
+            None => AdamW::new(config, trained)?,
+            Some((collective, sharding)) => AdamW::sharded(config, trained, collective, sharding)?,
+        };
         Ok(Self {
             gradients: Gradients::new(),
-            optimizer: AdamW::new(config, trained)?,
+            optimizer,
         })
     }
 
-    /// Sums the gradients over all ranks while the next backward pass runs, the last one of the
-    /// optimizer step.
+    /// Sums the gradients over all ranks while the next backward pass runs, see
+    /// [`AdamW::begin_reduction`].
     pub(super) fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        let scatter = self.optimizer.is_sharded();
-        Ok(self.gradients.begin_reduction(collective, scatter)?)
+        Ok(self
+            .optimizer
+            .begin_reduction(&mut self.gradients, collective)?)
     }
 
-    /// Shares the optimizer state between ranks: [`AdamW::sharded`]. The state starts from zero.
-    pub(super) fn shard(
-        &mut self,
-        trained: &Parameters,
-        collective: &Arc<dyn Collective>,
-    ) -> Result<()> {
-        let config = self.optimizer.config().clone();
-        self.optimizer = AdamW::sharded(config, trained, collective)?;
-        Ok(())
+    /// Returns whether every backward pass sums the gradients, and not only the last one of an
+    /// optimizer step.
+    pub(super) fn reduces_each_pass(&self) -> bool {
+        self.optimizer.sharding() == Sharding::Resident
     }
 
     /// Clips all ranks' gradients to the norm `max_norm`, makes an optimizer step and clears the

@@ -1,7 +1,7 @@
 //! Settings with which a run fits into memory.
 
 use anyhow::Result;
-use candle_grpo_nn::optim::{MasterWeights, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -123,8 +123,16 @@ impl MemoryFit<'_> {
             }
             let mut next = changed.clone();
             change(&mut next);
-            // Some settings exclude each other.
-            if (self.plan)(&next).is_ok() {
+            // Some settings exclude each other, and one rank divides nothing.
+            let Ok(plan) = (self.plan)(&next) else {
+                continue;
+            };
+            let is_smaller = |than: MemoryPlan| plan.peak() < than.peak();
+            if next.sharding == changed.sharding || (self.plan)(&changed).is_ok_and(is_smaller) {
+                // What ranks divide has one name.
+                texts.retain(|text| {
+                    !text.starts_with(SHARDING) || next.sharding == changed.sharding
+                });
                 changed = next;
                 texts.push((*text).to_owned());
             }
@@ -169,10 +177,21 @@ fn largest(
     Ok(Some(fitting))
 }
 
+/// The key of what ranks divide.
+const SHARDING: &str = "sharding:";
+
 type Change = fn(&mut TrainConfig);
 
 /// Changes of the run itself, from the one that changes it least.
-const CHANGES: [(&str, Change); 5] = [
+const CHANGES: [(&str, Change); 7] = [
+    ("sharding: optimizer", |config| {
+        if config.sharding == Sharding::None {
+            config.sharding = Sharding::Optimizer;
+        }
+    }),
+    ("sharding: resident", |config| {
+        config.sharding = Sharding::Resident;
+    }),
     ("optimizer.state: 8bit", |config| {
         config.optimizer.state = StateForm::Blocks8;
     }),

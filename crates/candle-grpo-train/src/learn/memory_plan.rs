@@ -7,7 +7,7 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
-use candle_grpo_nn::optim::{MasterWeights, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -93,6 +93,8 @@ pub struct MemoryPlan {
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
+    /// Weights of the policy in f32 that ranks have not divided yet, before the run.
+    pub loading: usize,
     /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
     pub packed: usize,
@@ -117,6 +119,22 @@ impl MemoryPlan {
         prompt_tokens: usize,
         demonstration_tokens: usize,
     ) -> Result<Self> {
+        let lengths = (prompt_tokens, demonstration_tokens);
+        Self::of_rank(model, config, lengths, 1)
+    }
+
+    /// [`Self::new`] of one of `world_size` ranks, with the lengths of prompts and demonstrations.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`], and if there are no ranks.
+    pub fn of_rank(
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        (prompt_tokens, demonstration_tokens): (usize, usize),
+        world_size: usize,
+    ) -> Result<Self> {
+        at_least_one("world_size", world_size)?;
         config.validate()?;
         let (group, step) = (config.num_generations, config.prompts_per_step);
         let update = Update::new(config, prompt_tokens);
@@ -137,6 +155,7 @@ impl MemoryPlan {
             passes: &passes,
             distillation: config.recipe.distillation_loss.as_ref(),
             on_cuda: cuda_is_enabled(),
+            division: Division::new(config.sharding, world_size),
         };
         let drawn_in = DType::from(config.rollout_dtype());
         let shapes: Vec<Shape> = model.parameter_shapes().into_values().collect();
@@ -150,7 +169,7 @@ impl MemoryPlan {
         };
         let mut plan = learning.plan(model)?;
         if let Some(critic) = &config.critic {
-            let bytes = critic_bytes(model, critic, &drawn_passes)?;
+            let bytes = critic_bytes(model, critic, &drawn_passes, learning.division)?;
             plan.critic = bytes.0;
             plan.training = plan.training.max(bytes.1);
         }
@@ -231,12 +250,12 @@ impl MemoryPlan {
         }
     }
 
-    /// The bytes at the peak: drawing and training alternate.
+    /// The bytes at the peak: drawing and training alternate, after the weights are loaded.
     pub fn peak(&self) -> usize {
         let others = self.reference + self.teacher + self.critic;
         let kept = self.weights + self.frozen + others + self.optimizer;
         let phase = self.training.max(self.drawing());
-        self.program + self.allocator + kept + phase
+        self.program + self.allocator + (kept + phase).max(self.loading)
     }
 
     /// The bytes while completions are drawn, for steps or evaluations.
@@ -433,6 +452,50 @@ pub(crate) struct Learning<'a> {
     pub(crate) distillation: Option<&'a DistillationLoss>,
     /// True if the policy trains on CUDA, false on the CPU.
     pub(crate) on_cuda: bool,
+    /// The tensors that ranks divide.
+    pub(crate) division: Division,
+}
+
+/// The tensors that ranks divide, and the number of ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Division {
+    sharding: Sharding,
+    world_size: usize,
+}
+
+impl Division {
+    /// One rank divides nothing.
+    pub(crate) fn new(sharding: Sharding, world_size: usize) -> Self {
+        let sharding = match world_size {
+            1 => Sharding::None,
+            _ => sharding,
+        };
+        Self {
+            sharding,
+            world_size,
+        }
+    }
+
+    fn is_resident(self) -> bool {
+        self.sharding == Sharding::Resident
+    }
+
+    /// The share of the state of an optimizer with `bytes`.
+    fn state(self, bytes: usize) -> usize {
+        match self.sharding {
+            Sharding::None => bytes,
+            _ => bytes.div_ceil(self.world_size),
+        }
+    }
+
+    /// The share of gradients with `bytes`, or of f32 weights.
+    fn resident(self, bytes: usize) -> usize {
+        if self.is_resident() {
+            bytes.div_ceil(self.world_size)
+        } else {
+            bytes
+        }
+    }
 }
 
 impl Learning<'_> {
@@ -445,10 +508,13 @@ impl Learning<'_> {
         };
         let count: usize = shapes.iter().map(Shape::elem_count).sum();
         let compute = DType::from(self.compute_dtype);
-        let weight_bytes = match self.optimizer.master_weights {
-            MasterWeights::F32 => 4 + copy_bytes(self.compute_dtype),
+        let copies = count * copy_bytes(self.compute_dtype);
+        let is_master_divided = copies > 0 && self.adapters.is_none();
+        let weights = match self.optimizer.master_weights {
+            MasterWeights::F32 if is_master_divided => copies + self.division.resident(4 * count),
+            MasterWeights::F32 => copies + 4 * count,
             // The policy computes in them.
-            MasterWeights::Bf16 => 2,
+            MasterWeights::Bf16 => 2 * count,
         };
         let frozen = match self.adapters {
             None => 0,
@@ -471,13 +537,23 @@ impl Learning<'_> {
             compute,
             activation_checkpointing: self.activation_checkpointing,
             on_cuda: self.on_cuda,
+            division: self.division,
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
+        let divides_masters =
+            is_master_divided && self.optimizer.master_weights == MasterWeights::F32;
+        let loading = if divides_masters && self.division.is_resident() {
+            // The first weight is divided while all are whole.
+            4 * count + vocabulary
+        } else {
+            0
+        };
         Ok(MemoryPlan {
-            weights: count * weight_bytes,
+            loading,
+            weights,
             frozen,
-            optimizer: state_bytes(&shapes, self.optimizer.state),
-            gradients,
+            optimizer: (self.division).state(state_bytes(&shapes, self.optimizer.state)),
+            gradients: self.division.resident(gradients),
             activations,
             training,
             ..MemoryPlan::default()
@@ -491,6 +567,7 @@ fn critic_bytes(
     policy: &DecoderConfig,
     critic: &CriticConfig,
     passes: &[Pass],
+    division: Division,
 ) -> Result<(usize, usize)> {
     // It has no output layer.
     let model = DecoderConfig {
@@ -508,9 +585,10 @@ fn critic_bytes(
         compute: DType::F32,
         activation_checkpointing: ActivationCheckpointing::default(),
         on_cuda: cuda_is_enabled(),
+        division,
     };
     let (_, training) = learner.bytes(&model, passes)?;
-    let kept = weights + state_bytes(&shapes, critic.optimizer.state);
+    let kept = weights + division.state(state_bytes(&shapes, critic.optimizer.state));
     Ok((kept, training))
 }
 
@@ -528,6 +606,7 @@ struct Learner<'a> {
     compute: DType,
     activation_checkpointing: ActivationCheckpointing,
     on_cuda: bool,
+    division: Division,
 }
 
 impl Learner<'_> {
@@ -535,7 +614,7 @@ impl Learner<'_> {
     /// peak.
     fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<(usize, usize)> {
         let passes = passes.iter().filter(|pass| pass.tokens > 0);
-        let mut most = (0, self.gradients);
+        let mut most = (0, self.division.resident(self.gradients));
         for pass in passes {
             let (activations, training) = self.bytes_of_pass(model, *pass)?;
             most = (most.0.max(activations), most.1.max(training));
@@ -553,7 +632,13 @@ impl Learner<'_> {
         let blocks = recorded.backward.len();
         let most = recorded.backward.iter().copied().max();
         let activations = output.max(most.unwrap_or(0));
-        let training = if pass.follows {
+        let training = if self.division.is_resident() {
+            // The sums, and the gradients of a block and of a vocabulary matrix while those of the
+            // two blocks above are summed over the ranks and freed.
+            let of_blocks = self.gradients - self.output - self.embedding;
+            let whole = 3 * of_blocks / blocks.max(1) + self.output.max(self.embedding);
+            self.division.resident(self.gradients) + whole.min(self.gradients) + activations
+        } else if pass.follows {
             self.gradients + activations
         } else {
             // The gradients of a block are added before those of the block below.
@@ -652,6 +737,7 @@ mod tests {
                 passes: &[pass],
                 distillation: None,
                 on_cuda,
+                division: Division::new(Sharding::None, 1),
             };
             learning.plan(&model)
         };
@@ -724,6 +810,48 @@ mod tests {
         };
         let plan = MemoryPlan::new(&model, &config, 10, 0)?;
         assert_eq!(plan.packed > 0, is_packed && !cuda_is_enabled());
+        Ok(())
+    }
+
+    /// In bf16, weights take 4 + 2 bytes, gradients 4, and the state of the optimizer 8.
+    #[rstest]
+    #[case::none(Sharding::None, [6, 4, 8], [6., 4., 8.])]
+    #[case::optimizer(Sharding::Optimizer, [6, 4, 8], [6., 4., 1.])]
+    #[case::resident(Sharding::Resident, [6, 4, 8], [2.5, 0.5, 1.])]
+    fn ranks_keep_their_shares(
+        #[case] sharding: Sharding,
+        #[case] alone: [usize; 3],
+        #[case] of_eight: [f64; 3],
+    ) -> Result<()> {
+        let model = DecoderConfig {
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            ..DecoderConfig::default()
+        };
+        let shapes = model.parameter_shapes();
+        let all: usize = shapes.values().map(Shape::elem_count).sum();
+        let config = TrainConfig {
+            compute_dtype: ComputeDType::Bf16,
+            sharding,
+            ..TrainConfig::default()
+        };
+        let plan = |world_size| MemoryPlan::of_rank(&model, &config, (10, 0), world_size);
+        let parts = |plan: MemoryPlan| [plan.weights, plan.gradients, plan.optimizer];
+        assert_eq!(parts(plan(1)?), alone.map(|bytes| bytes * all));
+        for (found, bytes) in parts(plan(8)?).into_iter().zip(of_eight) {
+            assert!((found as f64 - bytes * all as f64).abs() <= 1., "{found}");
+        }
+        // A rank that keeps less of them than it loads needs the memory to load all in f32.
+        let many = plan(1000)?;
+        let loads = sharding == Sharding::Resident;
+        assert_eq!(many.loading >= 4 * all, loads);
+        assert!(!loads || many.peak() >= 4 * all);
+        assert_eq!(plan(1)?.loading, 0);
+        let error = plan(0).unwrap_err().to_string();
+        assert!(
+            error.starts_with("world_size: 0, must be at least 1"),
+            "{error}"
+        );
         Ok(())
     }
 

@@ -120,19 +120,31 @@ impl Divisible for Batch {
 
 /// A model whose gradients accumulate over the passes of an update.
 pub(crate) trait Accumulates {
-    /// Sums the gradients over all ranks while the next pass runs, the last one of the update.
+    /// Sums the gradients over all ranks while the next pass runs, the last one of the update
+    /// unless [`Self::reduces_each_pass`].
     fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()>;
+
+    /// Returns whether every pass sums the gradients over all ranks.
+    fn reduces_each_pass(&self) -> bool;
 }
 
 impl<M: LanguageModel> Accumulates for Actor<M> {
     fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
         Self::begin_reduction(self, collective)
     }
+
+    fn reduces_each_pass(&self) -> bool {
+        Self::reduces_each_pass(self)
+    }
 }
 
 impl Accumulates for Critic {
     fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
         Self::begin_reduction(self, collective)
+    }
+
+    fn reduces_each_pass(&self) -> bool {
+        Self::reduces_each_pass(self)
     }
 }
 
@@ -175,8 +187,9 @@ impl<'a> MicroBatches<'a> {
 
     /// Runs `pass` over each of `own`, the micro-batches of this rank of `batch`, and returns its
     /// results. With `reduces` the last pass sums the gradients over all ranks, so it must be the
-    /// last one of the update. A rank without micro-batches then passes
-    /// [`Divisible::idle_part`], whose gradients must be 0.
+    /// last one of the update. If a learner reduces in each pass, all ranks make as many. A rank
+    /// without micro-batches for a pass that reduces passes [`Divisible::idle_part`], and true for
+    /// a part without work, whose gradients must be 0.
     ///
     /// # Errors
     ///
@@ -186,22 +199,29 @@ impl<'a> MicroBatches<'a> {
         learner: &mut L,
         (batch, own): (&B, &[B]),
         reduces: bool,
-        mut pass: impl FnMut(&mut L, &B) -> Result<T>,
+        mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
     ) -> Result<Vec<T>> {
+        let reduces_each = learner.reduces_each_pass();
+        let passes = if reduces_each {
+            let all = self.size.of_ranks(batch.sequences(), self.ranks);
+            all.iter().map(Vec::len).max().unwrap_or(0)
+        } else {
+            own.len().max(usize::from(reduces))
+        };
         let mut results = Vec::with_capacity(own.len());
-        for (number, part) in own.iter().enumerate() {
+        for number in 0..passes {
             ensure_not_canceled(self.progress)?;
-            if reduces && number + 1 == own.len() {
+            if reduces_each || reduces && number + 1 == passes {
                 learner.begin_reduction(self.ranks.collective())?;
             }
-            results.push(pass(learner, part)?);
+            let Some(part) = own.get(number) else {
+                pass(learner, &batch.idle_part()?, true)?;
+                continue;
+            };
+            results.push(pass(learner, part, false)?);
             let tokens = part.sequences().iter().map(Sequence::num_trained_tokens);
             self.receiver
                 .advance(part.sequences().len(), tokens.sum::<usize>());
-        }
-        if reduces && own.is_empty() {
-            learner.begin_reduction(self.ranks.collective())?;
-            pass(learner, &batch.idle_part()?)?;
         }
         ensure_not_canceled(self.progress)?;
         Ok(results)

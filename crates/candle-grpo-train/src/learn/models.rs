@@ -4,9 +4,12 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::check;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
+use super::actor::divides_weights;
 use super::needs::{Needs, Source};
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::checksums::sha256_of_parameters;
@@ -42,15 +45,17 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// If the settings are not valid for the model.
     pub fn new(model: C, parameters: Parameters, config: &TrainConfig) -> Result<Self> {
-        Self::with_needs(model, parameters, config, Needs::new(config, None))
+        let alone: Arc<dyn Collective> = Arc::new(Alone);
+        Self::with_needs(model, parameters, config, Needs::new(config, None), &alone)
     }
 
-    /// [`Self::new`] for an algorithm with these needs.
+    /// [`Self::new`] for an algorithm with these needs, on one of the ranks in `collective`.
     pub(super) fn with_needs(
         model: C,
         parameters: Parameters,
         config: &TrainConfig,
         needs: Needs,
+        collective: &Arc<dyn Collective>,
     ) -> Result<Self> {
         config.validate_with(needs)?;
         config.micro_batches()?;
@@ -66,14 +71,16 @@ impl<C: ModelConfig> Models<C> {
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;
-        let actor = new_actor(&model, parameters, adapters, seed, config.actor())?;
+        let ranks = (collective, config.sharding);
+        let actor = new_actor(&model, parameters, adapters, seed, config.actor(), ranks)?;
+        let critic = model.decoder().zip(config.critic.clone());
+        let critic = critic
+            .map(|(model, critic)| Critic::sharded(model, actor.parameters(), critic, ranks))
+            .transpose()?;
         let reference = needs
             .reads(Source::Reference)
             .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
         let reference = reference.transpose()?;
-        let critic = model.decoder().zip(config.critic.clone());
-        let critic = critic.map(|(model, critic)| Critic::new(model, actor.parameters(), critic));
-        let critic = critic.transpose()?;
         Ok(Self {
             reference,
             reference_refresh: config.reference_refresh,
@@ -156,21 +163,32 @@ impl<C: ModelConfig> Models<C> {
     }
 }
 
-/// Creates a policy that starts from `parameters`. With adapters these train; the linear maps under
-/// them are in the given form, and other weights in the dtype of the computation.
+/// Creates a policy that starts from `parameters`, on one of the ranks, which divide what belongs
+/// to it. With adapters these train; the linear maps under them are in the given form, and other
+/// weights in the dtype of the computation.
 pub(crate) fn new_actor<C: ModelConfig>(
     model: &C,
     parameters: Parameters,
     adapters: Option<(LoraConfig, BaseWeights)>,
     seed: u64,
     config: ActorConfig,
+    ranks: (&Arc<dyn Collective>, Sharding),
 ) -> Result<Actor<C::Model>> {
-    let (Some(decoder), Some((adapters, base))) = (model.decoder(), adapters) else {
-        return Actor::new(model.clone(), parameters, config);
+    let (parameters, adapters) = match (model.decoder(), adapters) {
+        (Some(decoder), Some((adapters, base))) => {
+            let adapters = Lora::init(adapters, decoder, seed, parameters.device());
+            let adapters = adapters.context("adapters")?;
+            let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
+            (parameters, Some(adapters))
+        }
+        _ if divides_weights(&config.optimizer, config.compute_dtype, false, ranks.1) => {
+            let dtype = config.compute_dtype.into();
+            let divided = config.optimizer.divide(parameters, dtype, ranks.0)?;
+            (divided, None)
+        }
+        _ => (parameters, None),
     };
-    let adapters = Lora::init(adapters, decoder, seed, parameters.device()).context("adapters")?;
-    let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
-    Actor::with_adapters(model.clone(), parameters, adapters, config)
+    Actor::sharded(model.clone(), parameters, adapters, config, ranks)
 }
 
 /// Returns [`Interrupted`] as an error if `progress` cancels.

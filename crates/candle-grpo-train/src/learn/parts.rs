@@ -96,7 +96,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// weights. They equal those of one rank up to the rounding of sums. The random numbers of a
     /// completion do not depend on the number of ranks.
     ///
-    /// With [`TrainConfig::sharded_optimizer`] the ranks share the state of the optimizers.
+    /// The ranks divide what [`TrainConfig::sharding`] says.
     ///
     /// Progress cancels before a step only, on all ranks if it does on one. After any other error
     /// of one rank the others wait for it: it must end the job with [`Collective::abort`].
@@ -175,7 +175,9 @@ impl<C: ModelConfig> Trainer<C> {
         parts.validate()?;
         let config = Arc::new(parts.config);
         let needs = Needs::new(&config, parts.estimator.as_deref());
-        let mut models = Models::with_needs(parts.model, parts.parameters, &config, needs)?;
+        let collective = &parts.collective;
+        let mut models =
+            Models::with_needs(parts.model, parts.parameters, &config, needs, collective)?;
         models.teacher = parts.teacher;
         if let Some(sha256) = parts.parameters_sha256 {
             models.base_sha256 = sha256.into();
@@ -216,12 +218,6 @@ impl<C: ModelConfig> Trainer<C> {
             })?;
             Demonstrations::new(config, examples, order)
         });
-        if config.sharded_optimizer {
-            models.actor.shard_optimizer(&parts.collective)?;
-            if let Some(critic) = &mut models.critic {
-                critic.shard_optimizer(&parts.collective)?;
-            }
-        }
         let collector = collector.with_ranks(Ranks::new(parts.collective));
         let source: Box<dyn Collect<C>> = match config.rollout.max_staleness {
             0 => Box::new(collector.clone()),

@@ -264,12 +264,13 @@ impl MicroBatches<'_> {
         let all = rows.sequences();
         let weight: f64 = all.iter().map(Sequence::total_weight).sum();
         let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
-        let (scale, read) = if own.is_empty() {
-            (0., f64::INFINITY)
-        } else {
-            (coef / weight, read as f64 / coef)
-        };
-        self.accumulate(actor, (rows, own), true, |actor, part| {
+        let (scale, read) = (coef / weight, read as f64 / coef);
+        self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
+            let (scale, read) = if is_idle {
+                (0., f64::INFINITY)
+            } else {
+                (scale, read)
+            };
             actor.forward_backward_examples(part.sequences(), likelihood, scale, read)
         })
     }

@@ -8,12 +8,12 @@ use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::{Invalid, validate as check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
-use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{ensure_master_weights, stored_form};
+use super::actor::{divides_weights, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -159,9 +159,10 @@ pub struct TrainConfig {
     pub router_replay: bool,
     /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
-    /// <https://arxiv.org/abs/1910.02054>): 8 bytes per trained parameter are divided by the number of ranks.
-    pub sharded_optimizer: bool,
+    /// The tensors that the ranks of a data-parallel run divide: `none`, `optimizer` (the state of
+    /// the optimizer; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), or `resident` (the state, the
+    /// gradients, and in half precision the f32 weights). Checkpoints do not depend on it.
+    pub sharding: Sharding,
     /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
     /// Maximum global norm of the gradients.
@@ -203,7 +204,7 @@ impl Default for TrainConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
             },
-            sharded_optimizer: false,
+            sharding: Sharding::None,
             schedule: LearningRateSchedule::default(),
             max_grad_norm: 1.,
         }
@@ -285,6 +286,7 @@ impl TrainConfig {
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        self.validate_sharding()?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
         self.validate_reference(needs)?;
@@ -457,6 +459,22 @@ impl TrainConfig {
             }
         }
         Ok(())
+    }
+
+    fn validate_sharding(&self) -> Result<()> {
+        let has_adapters = self.adapters.is_some();
+        let is_divided = divides_weights(
+            &self.optimizer,
+            self.compute_dtype,
+            has_adapters,
+            self.sharding,
+        );
+        Ok(check::check(
+            !is_divided || self.reference_refresh.is_none(),
+            "sharding",
+            "resident",
+            "be none or optimizer with reference_refresh, which reads f32 weights",
+        )?)
     }
 
     fn validate_critic(&self, needs: Needs) -> Result<()> {

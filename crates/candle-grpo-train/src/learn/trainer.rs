@@ -314,7 +314,9 @@ impl<C: ModelConfig> Trainer<C> {
     }
 
     /// Returns the current parameters of the policy, with merged adapters if there are any. Without
-    /// adapters the parameters are shared with the policy.
+    /// adapters the parameters are shared with the policy. If ranks
+    /// [divide](candle_grpo_nn::AdamWConfig::divide) the f32 weights, these are rounded; a
+    /// checkpoint has the f32 weights.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.weights().merged()
     }

@@ -7,8 +7,9 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::selection::TaskScores;
-use candle_grpo_nn::weights::text_model;
-use candle_grpo_nn::{ComputeDType, Lora, ModelConfig, Parameters, all_finite, atomic_file};
+use candle_grpo_nn::{
+    ComputeDType, Export, Lora, ModelConfig, Parameters, all_finite, atomic_file,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::Tokenizer;
@@ -151,6 +152,7 @@ impl<C: ModelConfig> Models<C> {
     }
 
     fn save_files(&self, folder: &Path, state: &TrainerState, prompts: &[Prompt]) -> Result<()> {
+        self.actor.parameters().end_exports()?;
         self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
         if let Some(adapters) = self.actor.adapters() {
             fs::create_dir_all(folder.join(ADAPTER))?;
@@ -185,6 +187,7 @@ impl<C: ModelConfig> Models<C> {
 
     /// Supports [`Self::save`] on another rank, which gathers what the ranks share.
     pub(crate) fn take_part_in_save(&self) -> Result<()> {
+        self.actor.parameters().take_part_in_export()?;
         let critic = self.critic.as_ref().map(Critic::optimizer);
         for optimizer in [Some(self.actor.optimizer()), critic].into_iter().flatten() {
             optimizer.take_part_in_state()?;
@@ -233,11 +236,10 @@ impl<C: ModelConfig> Models<C> {
                 } else {
                     WEIGHTS
                 };
-                let weights = match self.model.decoder() {
-                    Some(decoder) => text_model(decoder, read(file)?),
-                    None => read(file)?,
-                };
-                self.actor.set_trained(&weights).context(file)?;
+                let path = folder.join(file);
+                let actor = &self.actor;
+                let set = actor.set_trained_from(&path, self.model.decoder());
+                set.with_context(|| path.display().to_string())?;
             }
             Some(own) => {
                 let folder = folder.join(ADAPTER);
@@ -256,8 +258,8 @@ impl<C: ModelConfig> Models<C> {
                 self.actor.set_trained(&values.collect()).context(ADAPTER)?;
             }
         }
-        let state = read(OPTIMIZER)?;
-        self.actor.optimizer_mut().load_state(state)?;
+        let optimizer = self.actor.optimizer_mut();
+        optimizer.load_state_from(&folder.join(OPTIMIZER))?;
         if let (Some(reference), Some(_)) = (&self.reference, self.reference_refresh) {
             reference.set_values(&read(REFERENCE)?).context(REFERENCE)?;
         }
@@ -266,11 +268,12 @@ impl<C: ModelConfig> Models<C> {
             "{CRITIC}: a run cannot begin to use a critic, or cease to"
         );
         if let Some(critic) = &mut self.critic {
-            critic
+            let set = critic
                 .parameters()
-                .set_values(&read(CRITIC)?)
-                .context(CRITIC)?;
-            critic.optimizer_mut().load_state(read(CRITIC_OPTIMIZER)?)?;
+                .set_values_from(&folder.join(CRITIC), None);
+            set.context(CRITIC)?;
+            let optimizer = critic.optimizer_mut();
+            optimizer.load_state_from(&folder.join(CRITIC_OPTIMIZER))?;
         }
         for (name, saved, now) in [
             (
@@ -335,9 +338,11 @@ impl Models {
     ) -> Result<()> {
         self.ensure_finite()?;
         let policy = self.weights(0);
-        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
+        let weights = policy.export().with_masters();
+        model.write_files(&weights.in_dtype(dtype.into()), folder)?;
         if dtype != ComputeDType::F32 && policy.adapters.is_none() {
-            policy.parameters.save(&folder.join(POLICY))?;
+            let weights = Export::new(policy.parameters).with_masters();
+            weights.save(&folder.join(POLICY))?;
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use anyhow::Result;
 use candle_grpo_core::schedule::Decay;
 use candle_grpo_core::validate as check;
 use candle_grpo_loss::PolicyLoss;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
 use serde::{Deserialize, Serialize};
 
@@ -43,9 +44,10 @@ pub struct SftConfig {
     /// <https://arxiv.org/abs/2101.03961>; `router_aux_loss_coef` in transformers). A pass is
     /// weighted by its share of the tokens.
     pub router_aux_loss_coef: f64,
-    /// If true, ranks in a data-parallel run share the optimizer state (ZeRO, stage 1,
-    /// <https://arxiv.org/abs/1910.02054>).
-    pub sharded_optimizer: bool,
+    /// The tensors that ranks in a data-parallel run divide: `none`, `optimizer` (the optimizer
+    /// state; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), or `resident` (the state, the gradients, and
+    /// in half precision the f32 weights). Checkpoints do not depend on it.
+    pub sharding: Sharding,
     /// The optimizer.
     pub optimizer: AdamWConfig,
     /// The learning-rate schedule.
@@ -125,7 +127,7 @@ impl Default for SftConfig {
             activation_checkpointing: ActivationCheckpointing::default(),
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
-            sharded_optimizer: false,
+            sharding: Sharding::None,
             optimizer: AdamWConfig {
                 learning_rate: 2e-5,
                 ..AdamWConfig::default()

@@ -81,10 +81,15 @@ impl SftTrainer {
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let (model, seed) = (parts.model, config.seed);
-        let mut actor = new_actor(&model, parts.parameters, adapters, seed, config.actor())?;
-        if config.sharded_optimizer {
-            actor.shard_optimizer(&parts.collective)?;
-        }
+        let ranks = (&parts.collective, config.sharding);
+        let actor = new_actor(
+            &model,
+            parts.parameters,
+            adapters,
+            seed,
+            config.actor(),
+            ranks,
+        )?;
         let mut models = Models::of_actor(model, actor);
         if let Some(sha256) = parts.parameters_sha256 {
             models.base_sha256 = sha256.into();

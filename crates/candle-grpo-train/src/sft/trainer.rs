@@ -202,8 +202,8 @@ impl SftTrainer {
         self.models.save(folder, &self.state, &[])
     }
 
-    /// Supports [`Self::write_checkpoint`] on rank 0. With [`SftConfig::sharded_optimizer`], all
-    /// other ranks must call it at the same time.
+    /// Supports [`Self::write_checkpoint`] on rank 0. If the ranks divide anything
+    /// ([`SftConfig::sharding`]), all others must call it at the same time.
     pub fn take_part_in_checkpoint(&self) -> Result<()> {
         self.models.take_part_in_save()
     }

@@ -1,9 +1,11 @@
 //! Steps that several ranks share.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
+use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::advantage::AdvantageName;
 use candle_grpo_core::rewards::{NormLevel, RewardNorm};
@@ -11,12 +13,14 @@ use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, experimental};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
+use candle_grpo_train::learn::ReferenceRefresh;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
-    StepMetrics, TrainConfig, Trainer, TrainerParts, evaluate,
+    ComputeDType, CriticConfig, Generator, Interrupted, Pretrained, Progress, Sample,
+    SamplingConfig, StepMetrics, TrainConfig, Trainer, TrainerParts, evaluate,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -50,7 +54,8 @@ struct Run {
 }
 
 fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
-    let flat = |(name, x): (&str, &candle_core::Var)| {
+    let flat = |(name, x): (&str, &Var)| {
+        let x = x.to_dtype(DType::F32).unwrap();
         (name.to_owned(), x.flatten_all().unwrap().to_vec1().unwrap())
     };
     parameters.iter().map(flat).collect()
@@ -154,10 +159,13 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
 }
 
 /// The rollouts' experts are exchanged, too.
-#[test]
-fn replayed_experts_are_those_of_one_rank() {
+#[rstest]
+fn replayed_experts_are_those_of_one_rank(
+    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
+) {
     stay_on_cpu();
     let config = TrainConfig {
+        sharding,
         router_replay: true,
         // Expert balance is computed per micro-batch.
         micro_batch_size: 1,
@@ -191,15 +199,24 @@ fn tokens_of_highest_entropy_are_those_of_all_ranks() {
 }
 
 /// With adapters and a critic, in bf16, and with parameters whose number of elements is not
-/// divisible by the number of ranks.
+/// divisible by the number of ranks. Weights that ranks divide in bf16 are rounded in a trainer,
+/// so another test compares checkpoints.
 #[rstest]
-fn a_sharded_optimizer_is_that_of_one_rank(
-    #[values(false, true)] with_adapters: bool,
-    #[values(ComputeDType::F32, ComputeDType::Bf16)] compute_dtype: ComputeDType,
+#[case(Sharding::Optimizer, false, ComputeDType::F32)]
+#[case(Sharding::Optimizer, true, ComputeDType::F32)]
+#[case(Sharding::Optimizer, false, ComputeDType::Bf16)]
+#[case(Sharding::Optimizer, true, ComputeDType::Bf16)]
+#[case(Sharding::Resident, false, ComputeDType::F32)]
+#[case(Sharding::Resident, true, ComputeDType::F32)]
+#[case(Sharding::Resident, true, ComputeDType::Bf16)]
+fn what_ranks_divide_is_that_of_one_rank(
+    #[case] sharding: Sharding,
+    #[case] with_adapters: bool,
+    #[case] compute_dtype: ComputeDType,
 ) {
     stay_on_cpu();
     let mut config = with_critic();
-    config.sharded_optimizer = true;
+    config.sharding = sharding;
     config.adapters = with_adapters.then(|| LoraConfig::all_linear(3, 6.));
     config.compute_dtype = compute_dtype;
     // Half precision rounds sums differently in other micro-batches.
@@ -207,38 +224,226 @@ fn a_sharded_optimizer_is_that_of_one_rank(
     assert_equal_on_ranks(|| parts(digest, config.clone()), 3);
 }
 
-#[test]
-fn checkpoints_resume_on_another_number_of_ranks() {
+/// Saves `trainer` in `folder`, on all ranks.
+fn save(trainer: &Trainer, folder: &Path) {
+    trainer.ensure_equal_ranks().unwrap();
+    let model = Pretrained {
+        model: trainer.actor().model().clone(),
+        ..pretrained()
+    };
+    if trainer.ranks().is_first() {
+        trainer
+            .write_checkpoint(folder, &model, ComputeDType::F32)
+            .unwrap();
+    } else {
+        trainer.take_part_in_checkpoint().unwrap();
+    }
+}
+
+/// The metrics of three steps on `world_size` ranks, and the files of the checkpoint after them.
+fn files_after(
+    world_size: usize,
+    config: &TrainConfig,
+    parts: &(impl Fn(TrainConfig) -> TrainerParts + Sync),
+) -> (Vec<StepMetrics>, Vec<(String, Vec<u8>)>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut metrics = on_ranks(world_size, |collective| {
+        let mut trainer = trainer_of(TrainerParts {
+            collective,
+            ..parts(config.clone())
+        });
+        let metrics = common::run(&mut trainer, 3);
+        save(&trainer, folder.path());
+        metrics
+    });
+    assert!(
+        metrics.iter().all(|other| *other == metrics[0]),
+        "the ranks differ"
+    );
+    (metrics.swap_remove(0), files_of(folder.path()))
+}
+
+/// The names and bytes of the files of a checkpoint.
+fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let files = std::fs::read_dir(folder).unwrap();
+    let files = files
+        .map(|file| file.unwrap().path())
+        .filter(|path| path.is_file());
+    let read = |path: PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        (name, std::fs::read(path).unwrap())
+    };
+    let mut files: Vec<_> = files.map(read).collect();
+    files.sort();
+    files
+}
+
+/// Checks that checkpoints of ranks that divide gradients and f32 weights are byte for byte those
+/// of ranks that divide the state of the optimizer.
+fn assert_resident_is_optimizer(
+    config: &TrainConfig,
+    parts: impl Fn(TrainConfig) -> TrainerParts + Sync,
+) {
+    for world_size in 1..=5 {
+        let [optimizer, resident] = [Sharding::Optimizer, Sharding::Resident].map(|sharding| {
+            let config = TrainConfig {
+                sharding,
+                ..config.clone()
+            };
+            files_after(world_size, &config, &parts)
+        });
+        assert_eq!(optimizer.0, resident.0, "{world_size} ranks");
+        assert!(optimizer.1.len() > 2);
+        for ((name, expected), (_, found)) in optimizer.1.iter().zip(&resident.1) {
+            assert!(found == expected, "{name} of {world_size} ranks");
+        }
+    }
+}
+
+/// Each rank has one micro-batch in an update, so that both sum gradients in the same order.
+fn in_one_micro_batch(config: TrainConfig) -> TrainConfig {
+    TrainConfig {
+        micro_batch_size: TrainConfig::default().micro_batch_size,
+        ..config
+    }
+}
+
+/// In half precision with adapters alone: the output layer has its weight in the dtype of the
+/// weights that train.
+#[rstest]
+#[case::f32(ComputeDType::F32, false)]
+#[case::adapters(ComputeDType::F32, true)]
+#[case::adapters_in_bf16(ComputeDType::Bf16, true)]
+#[case::adapters_in_f16(ComputeDType::F16, true)]
+fn resident_shards_have_the_bits_of_a_divided_optimizer(
+    #[case] compute_dtype: ComputeDType,
+    #[case] with_adapters: bool,
+    #[values(StateForm::F32, StateForm::Blocks8)] state: StateForm,
+) {
     stay_on_cpu();
-    let mut config = config(Recipe::grpo());
-    config.sharded_optimizer = true;
-    let build = |collective| {
+    let mut config = in_one_micro_batch(with_critic());
+    config.compute_dtype = compute_dtype;
+    config.adapters = with_adapters.then(|| LoraConfig::all_linear(3, 6.));
+    config.optimizer.state = state;
+    assert_resident_is_optimizer(&config, |config| parts(digest, config));
+}
+
+/// The gradients differ by the rounding of the output layer's weight.
+#[rstest]
+fn f32_weights_that_ranks_divide_move_as_whole_ones(
+    #[values(ComputeDType::Bf16, ComputeDType::F16)] compute_dtype: ComputeDType,
+    #[values(2, 3)] world_size: usize,
+) {
+    stay_on_cpu();
+    let trained = |sharding| {
+        let folder = tempfile::tempdir().unwrap();
+        let config = TrainConfig {
+            sharding,
+            compute_dtype,
+            ..in_one_micro_batch(config(Recipe::grpo()))
+        };
+        on_ranks(world_size, |collective| {
+            let mut trainer = trainer_of(TrainerParts {
+                collective,
+                ..parts(digest, config.clone())
+            });
+            run(&mut trainer, 1);
+            save(&trainer, folder.path());
+        });
+        values(&Parameters::load_folder(&model(), folder.path(), device()).unwrap())
+    };
+    let (whole, divided) = (trained(Sharding::None), trained(Sharding::Resident));
+    let start = values(&parameters());
+    let distance = |a: &[(String, Vec<f32>)], b: &[(String, Vec<f32>)]| {
+        let pairs = a.iter().zip(b).flat_map(|((_, a), (_, b))| a.iter().zip(b));
+        pairs.map(|(a, b)| f64::from((a - b).abs())).sum::<f64>()
+    };
+    let (error, moved) = (distance(&divided, &whole), distance(&whole, &start));
+    assert!(error < moved / 5., "{error} of {moved}");
+    // The rest of a step is not lost in rounding: f32 has weights between those of half precision.
+    let rounded = |values: &[f32]| -> candle_core::Result<Vec<f32>> {
+        let rounded = Tensor::new(values, &Device::Cpu)?.to_dtype(compute_dtype.into())?;
+        rounded.to_dtype(DType::F32)?.to_vec1::<f32>()
+    };
+    assert!(
+        divided
+            .iter()
+            .any(|(_, values)| rounded(values).unwrap() != *values)
+    );
+}
+
+#[test]
+fn resident_shards_round_bf16_master_weights_as_a_divided_optimizer() {
+    stay_on_cpu();
+    let mut config = in_one_micro_batch(config(Recipe::grpo()));
+    config.compute_dtype = ComputeDType::Bf16;
+    config.optimizer.master_weights = MasterWeights::Bf16;
+    assert_resident_is_optimizer(&config, |config| parts(digest, config));
+}
+
+/// An output layer of its own, whose gradient is complete before all others, and matrices large
+/// enough for a state in blocks.
+#[rstest]
+fn resident_shards_of_a_larger_model_have_the_bits_of_a_divided_optimizer(
+    #[values(StateForm::F32, StateForm::Blocks8)] state: StateForm,
+) {
+    stay_on_cpu();
+    let large = DecoderConfig {
+        hidden_size: 72,
+        intermediate_size: 132,
+        num_attention_heads: 6,
+        num_key_value_heads: 3,
+        head_dim: None,
+        tie_word_embeddings: false,
+        ..model()
+    };
+    let mut config = in_one_micro_batch(config(Recipe::grpo()));
+    config.optimizer.state = state;
+    assert_resident_is_optimizer(&config, |config| {
+        let parameters = Parameters::init(&large, 5, device()).unwrap();
+        let prompts = prompts(&["abc", "d", "ea"]);
+        let tokenizer = tokenizer();
+        TrainerParts::new(
+            large.clone(),
+            parameters,
+            tokenizer,
+            prompts,
+            digest,
+            config,
+        )
+    });
+}
+
+#[rstest]
+fn checkpoints_resume_on_another_number_of_ranks_that_divide_other_things(
+    #[values(Sharding::Optimizer, Sharding::Resident)] sharding: Sharding,
+) {
+    stay_on_cpu();
+    let build = |collective, sharding| {
+        let config = TrainConfig {
+            sharding,
+            ..config(Recipe::grpo())
+        };
         trainer_of(TrainerParts {
             collective,
-            ..parts(digest, config.clone())
+            ..parts(digest, config)
         })
     };
     let folder = tempfile::tempdir().unwrap();
-    // Saves after two steps, and returns the steps after that.
-    let uninterrupted = |world_size: usize, save: bool| {
-        on_ranks(world_size, |collective| {
-            let first = collective.rank() == 0;
-            let mut trainer = build(collective);
-            run(&mut trainer, 2);
-            match (save, first) {
-                (true, true) => trainer
-                    .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
-                    .unwrap(),
-                (true, false) => trainer.take_part_in_checkpoint().unwrap(),
-                (false, _) => {}
-            }
-            run(&mut trainer, 2)
-        })
-    };
-    let expected = uninterrupted(3, true);
-    for world_size in [1, 2, 3] {
+    let expected = on_ranks(3, |collective| {
+        let mut trainer = build(collective, sharding);
+        run(&mut trainer, 2);
+        save(&trainer, folder.path());
+        run(&mut trainer, 2)
+    });
+    for (world_size, other) in [
+        (1, Sharding::None),
+        (2, Sharding::Optimizer),
+        (4, Sharding::Resident),
+        (3, sharding),
+    ] {
         let resumed = on_ranks(world_size, |collective| {
-            let mut trainer = build(collective);
+            let mut trainer = build(collective, other);
             trainer.load_state(folder.path()).unwrap();
             run(&mut trainer, 2)
         });
@@ -247,6 +452,146 @@ fn checkpoints_resume_on_another_number_of_ranks() {
             assert!(resumed == expected, "the resumed run has other bits");
         }
     }
+}
+
+/// Loaded and written again at once.
+#[rstest]
+fn a_checkpoint_is_the_same_on_any_number_of_ranks(
+    #[values(MasterWeights::F32, MasterWeights::Bf16)] master_weights: MasterWeights,
+) {
+    stay_on_cpu();
+    let mut config = TrainConfig {
+        compute_dtype: ComputeDType::Bf16,
+        sharding: Sharding::Resident,
+        ..config(Recipe::grpo())
+    };
+    config.optimizer.master_weights = master_weights;
+    let build = |collective| {
+        trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        })
+    };
+    let first = tempfile::tempdir().unwrap();
+    on_ranks(3, |collective| {
+        let mut trainer = build(collective);
+        common::run(&mut trainer, 2);
+        save(&trainer, first.path());
+    });
+    let expected = files_of(first.path());
+    for world_size in 1..=5 {
+        let again = tempfile::tempdir().unwrap();
+        on_ranks(world_size, |collective| {
+            let mut trainer = build(collective);
+            trainer.load_state(first.path()).unwrap();
+            save(&trainer, again.path());
+        });
+        let found = files_of(again.path());
+        assert_eq!(found.len(), expected.len());
+        for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+            assert!(found == expected, "{name} of {world_size} ranks");
+        }
+    }
+}
+
+/// In bf16, where ranks divide the f32 weights: a run that resumes ends with the same bytes.
+#[test]
+fn f32_weights_that_ranks_divide_are_those_of_a_checkpoint() {
+    stay_on_cpu();
+    let config = TrainConfig {
+        compute_dtype: ComputeDType::Bf16,
+        sharding: Sharding::Resident,
+        ..in_one_micro_batch(with_critic())
+    };
+    let build = |collective| {
+        trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        })
+    };
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let [middle, end] = folders.each_ref().map(|folder| folder.path());
+    on_ranks(3, |collective| {
+        let mut trainer = build(collective);
+        run(&mut trainer, 2);
+        save(&trainer, middle);
+    });
+    on_ranks(3, |collective| {
+        let mut trainer = build(collective);
+        trainer.load_state(middle).unwrap();
+        run(&mut trainer, 1);
+        save(&trainer, end);
+    });
+    let (_, expected) = files_after(3, &config, &|config| parts(digest, config));
+    for (name, expected) in expected {
+        assert!(
+            std::fs::read(end.join(&name)).unwrap() == expected,
+            "{name}"
+        );
+    }
+    // Other numbers of ranks, which divide other things, resume as well.
+    for (world_size, sharding) in [(1, Sharding::None), (2, Sharding::Optimizer)] {
+        let config = TrainConfig {
+            sharding,
+            ..config.clone()
+        };
+        on_ranks(world_size, |collective| {
+            let mut trainer = trainer_of(TrainerParts {
+                collective,
+                ..parts(digest, config.clone())
+            });
+            trainer.load_state(middle).unwrap();
+            run(&mut trainer, 1);
+        });
+    }
+}
+
+/// Its decoder has the f32 weights of the policy, which ranks have divided and rounded.
+#[test]
+fn a_critic_starts_from_the_f32_weights_that_ranks_divide() {
+    stay_on_cpu();
+    let config = TrainConfig {
+        compute_dtype: ComputeDType::Bf16,
+        sharding: Sharding::Resident,
+        ..with_critic()
+    };
+    let start = values(&parameters());
+    let critics = on_ranks(3, |collective| {
+        let trainer = trainer_of(TrainerParts {
+            collective,
+            ..parts(digest, config.clone())
+        });
+        assert!(trainer.actor().parameters().is_divided());
+        values(trainer.critic().unwrap().parameters())
+    });
+    for critic in critics {
+        for (name, found) in critic.iter().filter(|(name, _)| name.starts_with("model.")) {
+            let (_, expected) = start.iter().find(|(other, _)| other == name).unwrap();
+            assert!(found == expected, "{name}");
+        }
+        assert!(critic.len() > start.len());
+    }
+}
+
+#[test]
+fn a_reference_that_follows_the_policy_needs_its_f32_weights() {
+    let mut config = TrainConfig {
+        sharding: Sharding::Resident,
+        ..config(Recipe::grpo())
+    };
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 1,
+        alpha: 1.,
+    });
+    config.validate().unwrap();
+    config.compute_dtype = ComputeDType::Bf16;
+    let error = config.validate().unwrap_err().to_string();
+    let expected = "sharding: resident, must be none or optimizer with reference_refresh";
+    assert!(error.starts_with(expected), "{error}");
+    // There are no f32 weights.
+    config.optimizer.master_weights = MasterWeights::Bf16;
+    config.validate().unwrap();
 }
 
 #[test]
@@ -323,10 +668,13 @@ fn adapters_are_those_of_one_rank() {
     assert_equal_on_ranks(|| parts(digest, config.clone()), 4);
 }
 
-#[test]
-fn a_rank_without_a_sequence_takes_part() {
+#[rstest]
+fn a_rank_without_a_sequence_takes_part(
+    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
+) {
     stay_on_cpu();
     let config = TrainConfig {
+        sharding,
         prompts_per_step: 1,
         num_generations: 2,
         mini_batch_size: Some(1),

@@ -6,14 +6,16 @@ use std::path::Path;
 
 use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
 use candle_grpo::kernels::CpuInstructions;
+use candle_grpo::nn::optim::Sharding;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
-use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plan};
+use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plans};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo::train::sft::{SftDataset, marked_text};
 use candle_grpo::train::{ComputeDType, Dataset, Pretrained, Prompt};
 use candle_grpo_collective::launch;
+use candle_grpo_core::validate::Name;
 use serde::Serialize;
 
 use super::console::Console;
@@ -52,8 +54,14 @@ impl Detail {
 }
 
 /// Checks the configuration in `file` and everything that it names, except the model weights.
-/// Downloads everything else from the hub.
-pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Result<(), Exit> {
+/// Downloads everything else from the hub. The memory is that on one of `ranks`, or of the
+/// launcher's.
+pub(super) fn check(
+    file: &Path,
+    detail: Detail,
+    allow_unsupported: bool,
+    ranks: Option<usize>,
+) -> Result<(), Exit> {
     let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
     // One rank prints what all of them check.
     let detail = match &environment {
@@ -62,7 +70,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
     };
     let document = load::document(file)?;
     if SftRunConfig::is_of(&document) {
-        return check_sft(file, load::sft_config(&document)?, detail);
+        return check_sft(file, load::sft_config(&document)?, detail, ranks);
     }
     let import = load::import(&document, allow_unsupported)?;
     let mut run = match &import {
@@ -88,7 +96,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
             model,
         } = load::inputs(&run)?;
         let longest = Prompt::longest(&prompts.train);
-        let memory = Memory::new(&run, &model, &prompts);
+        let memory = Memory::new(&run, &model, &prompts, ranks);
         let memory = memory.map_err(|error| Exit::Config(format!("{error:#}")))?;
         (dataset, Some((prompts, memory, longest, model)))
     };
@@ -126,6 +134,7 @@ pub(super) fn check(file: &Path, detail: Detail, allow_unsupported: bool) -> Res
         if let Some(advice) = &memory.advice {
             writeln!(out, "  This is {advice}.")?;
         }
+        print_shardings(&memory.of_ranks, &mut out)?;
     }
     print_speed(&run, &mut out)?;
     print_hub_files(&run, &mut out)?;
@@ -281,7 +290,12 @@ fn print_speed(run: &RunConfig, out: &mut impl Write) -> Result<(), Exit> {
 }
 
 /// Checks a supervised run as [`check`] does, and shows which tokens in a row train.
-fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), Exit> {
+fn check_sft(
+    file: &Path,
+    mut run: SftRunConfig,
+    detail: Detail,
+    ranks: Option<usize>,
+) -> Result<(), Exit> {
     // The log has the warnings about the data.
     let console = Console::new(true);
     load::set_threads(&run)?;
@@ -299,7 +313,7 @@ fn check_sft(file: &Path, mut run: SftRunConfig, detail: Detail) -> Result<(), E
         .map_err(|error| Exit::Config(error.to_string()))?;
     let mut text = Vec::new();
     match &inputs {
-        Some((dataset, pretrained)) => print_rows(&run, dataset, pretrained, &mut text)?,
+        Some((dataset, pretrained)) => print_rows(&run, (dataset, ranks), pretrained, &mut text)?,
         None => writeln!(
             text,
             "The rows were not checked: the tokenizer is in the weight file, which is not downloaded yet."
@@ -342,7 +356,7 @@ fn print_frequencies(
 /// Prints the row and token counts, the beginning of the first row, and the memory.
 fn print_rows(
     run: &SftRunConfig,
-    dataset: &SftDataset,
+    (dataset, ranks): (&SftDataset, Option<usize>),
     pretrained: &Pretrained,
     out: &mut impl Write,
 ) -> Result<(), Exit> {
@@ -378,10 +392,11 @@ fn print_rows(
             writeln!(out, "  {line}")?;
         }
     }
-    let plan = sft_memory_plan(run, &pretrained.model, dataset);
-    let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let plans = sft_memory_plans(run, &pretrained.model, dataset, ranks);
+    let (plan, of_ranks) = plans.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let size = format!("rows of up to {} tokens", rows.longest_kept());
-    print_plan(&plan, &size, out)
+    print_plan(&plan, &size, out)?;
+    print_shardings(&of_ranks, out)
 }
 
 /// The largest number of tokens shown for a row.
@@ -394,11 +409,21 @@ struct Memory {
     fitted_tokens: Option<usize>,
     /// The changes that the run needs to fit.
     advice: Option<String>,
+    /// The plans of what several ranks can divide.
+    of_ranks: Vec<(Sharding, MemoryPlan)>,
 }
 
 impl Memory {
-    fn new(run: &RunConfig, model: &DecoderConfig, prompts: &RunPrompts) -> anyhow::Result<Self> {
-        let memory = RunMemory::new(run, model, prompts)?;
+    fn new(
+        run: &RunConfig,
+        model: &DecoderConfig,
+        prompts: &RunPrompts,
+        ranks: Option<usize>,
+    ) -> anyhow::Result<Self> {
+        let mut memory = RunMemory::new(run, model, prompts)?;
+        if let Some(ranks) = ranks {
+            memory = memory.on_ranks(ranks);
+        }
         let fitted_tokens = (run.train.fits_micro_batches())
             .then(|| memory.fitted_tokens())
             .transpose()?;
@@ -409,6 +434,7 @@ impl Memory {
         let plan = memory.plan(&train)?;
         Ok(Self {
             advice: memory.advice(&plan)?,
+            of_ranks: memory.plans_of_ranks(&train)?,
             plan,
             fitted_tokens,
         })
@@ -429,12 +455,27 @@ fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), E
     Ok(())
 }
 
-/// Prints the memory that the run needs for sequences with these lengths.
-fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
-    let size = |bytes: usize| match bytes >> 30 {
+/// Prints what each rank needs, for all that ranks can divide.
+fn print_shardings(plans: &[(Sharding, MemoryPlan)], out: &mut impl Write) -> Result<(), Exit> {
+    if plans.is_empty() {
+        return Ok(());
+    }
+    let plans = plans.iter();
+    let plans = plans.map(|(sharding, plan)| format!("{} {}", Name(sharding), size(plan.peak())));
+    let plans: Vec<String> = plans.collect();
+    writeln!(out, "  On each rank, by sharding: {}.", plans.join(", "))?;
+    Ok(())
+}
+
+fn size(bytes: usize) -> String {
+    match bytes >> 30 {
         0..10 => format!("{} MiB", bytes.div_ceil(1 << 20)),
         _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    };
+    }
+}
+
+/// Prints the memory that the run needs for sequences with these lengths.
+fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<(), Exit> {
     writeln!(
         out,
         "Memory: at most about {}, with {lengths}.",

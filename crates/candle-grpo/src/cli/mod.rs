@@ -171,6 +171,10 @@ struct CheckArguments {
     /// Ignore another trainer's keys that change the run and have no equivalent here.
     #[arg(long)]
     allow_unsupported: bool,
+    /// Compute the memory of one of N ranks, for each sharding. Default: the ranks of the
+    /// launcher.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    ranks: Option<u32>,
 }
 
 impl CheckArguments {
@@ -239,6 +243,7 @@ pub(crate) fn run() -> ExitCode {
             &arguments.file,
             arguments.detail(),
             arguments.allow_unsupported,
+            arguments.ranks.map(|ranks| ranks as usize),
         ),
         Command::Import(arguments) => import::import(&arguments.file, arguments.processes as usize),
         Command::Train(arguments) => train::train(

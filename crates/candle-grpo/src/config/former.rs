@@ -36,6 +36,9 @@ const MOVED: [(&str, &str); 8] = [
     ("algorithm.ppo_epochs", "epochs"),
 ];
 
+/// A switch of earlier versions, and the key in its place.
+const SHARDING: [&str; 2] = ["sharded_optimizer", "sharding"];
+
 /// The settings that keys of the section `algorithm` change together.
 const EFFECTS: [&str; 4] = ["recipe", "critic", "reward_kl", "sample_filters"];
 
@@ -97,9 +100,38 @@ impl Document {
     /// Returns an error with the line if a key of an earlier version is unknown or not valid, or is
     /// given in both words.
     pub fn native(&self) -> Result<Cow<'_, Self>, ConfigError> {
-        if !self.is_former() {
-            return Ok(Cow::Borrowed(self));
+        match self.with_sharding()? {
+            document if !document.is_former() => Ok(document),
+            document => document.translated().map(Cow::Owned),
         }
+    }
+
+    /// Returns the file with `sharding` in place of the switch of earlier versions.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line if the switch is not valid, or both are given.
+    pub(super) fn with_sharding(&self) -> Result<Cow<'_, Self>, ConfigError> {
+        let mut document = Cow::Borrowed(self);
+        for section in ["", "training.", "sft."] {
+            let [from, to] = SHARDING.map(|key| format!("{section}{key}"));
+            let sharding = match self.get(&from) {
+                None => continue,
+                Some(Value::Bool(true)) => "optimizer",
+                Some(Value::Bool(false) | Value::Null) => "none",
+                Some(other) => {
+                    return Err(self.error(&from, format!("{other}, must be true or false")));
+                }
+            };
+            let document = document.to_mut();
+            document.rename(&from, &to)?;
+            document.set(&to, json!(sharding));
+        }
+        Ok(document)
+    }
+
+    /// [`Self::native`] of a file with sections of earlier versions.
+    fn translated(&self) -> Result<Self, ConfigError> {
         let mut native = self.clone();
         if has_rows(self) {
             native.rename(ROWS, "demonstration_data")?;
@@ -130,7 +162,7 @@ impl Document {
             }
             native.lay_in(self, &keys)?;
         }
-        Ok(Cow::Owned(native))
+        Ok(native)
     }
 
     /// Sets what the keys of the section `algorithm` of `former` change together.

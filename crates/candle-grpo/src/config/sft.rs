@@ -182,7 +182,8 @@ impl SftRunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        document.locate(Self::build(document))
+        let document = document.with_sharding()?;
+        document.locate(Self::build(&document))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use candle_grpo_collective::launch;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo_train::data::read_json;
 use candle_grpo_train::learn::{Draws, MemoryFit, MemoryPlan};
-use candle_grpo_train::sft::SftDataset;
+use candle_grpo_train::sft::{SftConfig, SftDataset};
 use candle_grpo_train::{ComputeDType, Prompt, RunDir, TrainConfig, cuda_is_enabled, cuda_memory};
 use serde_json::Value;
 
@@ -46,8 +47,15 @@ impl<'a> RunMemory<'a> {
             run,
             model,
             prompts,
-            process: ThisProcess::new(run)?,
+            process: ThisProcess::new(run, None)?,
         })
+    }
+
+    /// Returns the memory on one of `ranks` ranks, whatever the job of this process has.
+    #[must_use]
+    pub fn on_ranks(mut self, ranks: usize) -> Self {
+        self.process.ranks = ranks;
+        self
     }
 
     /// Returns the plan with the settings `train`.
@@ -56,7 +64,8 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error if the settings are not valid.
     pub fn plan(&self, train: &TrainConfig) -> Result<MemoryPlan> {
-        let plan = self.prompts.memory_plan(train, self.model)?;
+        let ranks = self.process.ranks;
+        let plan = self.prompts.memory_plan(train, self.model, ranks)?;
         let evaluation = &self.run.evaluation;
         let held_out = evaluation.select(&self.prompts.held_out);
         let plan = match evaluation.every_steps {
@@ -74,13 +83,31 @@ impl<'a> RunMemory<'a> {
         self.process.added_to(plan, train.stored_form())
     }
 
+    /// Returns the plans of what the ranks of the job can divide, each with its
+    /// [`TrainConfig::sharding`]. None for one rank.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the settings are not valid.
+    pub fn plans_of_ranks(&self, train: &TrainConfig) -> Result<Vec<(Sharding, MemoryPlan)>> {
+        self.process.plans_of_ranks(|sharding| {
+            let train = TrainConfig {
+                sharding,
+                ..train.clone()
+            };
+            // Some settings exclude what ranks can divide.
+            let is_valid = train.validate().is_ok();
+            is_valid.then(|| self.plan(&train)).transpose()
+        })
+    }
+
     /// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
     ///
     /// # Errors
     ///
     /// Returns an error with the sizes, and with changes that help, if the run does not fit.
     pub fn fitted_tokens(&self) -> Result<usize> {
-        let Some(budget) = MemoryBudget::of(self.run)? else {
+        let Some(budget) = MemoryBudget::of(self.run, self.process.ranks)? else {
             bail!(
                 "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
             )
@@ -103,7 +130,7 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error if the device does not respond.
     pub fn advice(&self, plan: &MemoryPlan) -> Result<Option<String>> {
-        let budget = MemoryBudget::of(self.run)?;
+        let budget = MemoryBudget::of(self.run, self.process.ranks)?;
         let Some(budget) = budget.filter(|budget| plan.peak() > budget.bytes) else {
             return Ok(None);
         };
@@ -127,18 +154,32 @@ impl<'a> RunMemory<'a> {
 }
 
 /// Returns the plan of a supervised run on `dataset`, on this process's device, as
-/// [`RunMemory::plan`] does.
+/// [`RunMemory::plan`] does, and those of what its ranks can divide, as
+/// [`RunMemory::plans_of_ranks`] does. There are as many ranks as in the job, or `ranks`.
 ///
 /// # Errors
 ///
 /// Returns an error if the settings are not valid, or a GGUF file cannot be read.
-pub fn sft_memory_plan(
+pub fn sft_memory_plans(
     run: &SftRunConfig,
     model: &DecoderConfig,
     dataset: &SftDataset,
-) -> Result<MemoryPlan> {
-    let plan = MemoryPlan::supervised(model, &run.sft, dataset.train.longest_kept())?;
-    ThisProcess::new(run)?.added_to(plan, run.stored_form())
+    ranks: Option<usize>,
+) -> Result<(MemoryPlan, Vec<(Sharding, MemoryPlan)>)> {
+    let process = ThisProcess::new(run, ranks)?;
+    let longest = dataset.train.longest_kept();
+    let plan = |sft: &SftConfig| {
+        let plan = MemoryPlan::supervised(model, sft, longest, process.ranks)?;
+        process.added_to(plan, run.stored_form())
+    };
+    let of_ranks = process.plans_of_ranks(|sharding| {
+        let sft = SftConfig {
+            sharding,
+            ..run.sft.clone()
+        };
+        plan(&sft).map(Some)
+    })?;
+    Ok((plan(&run.sft)?, of_ranks))
 }
 
 /// The parts of a plan that depend on this process and its files.
@@ -147,16 +188,39 @@ struct ThisProcess {
     gguf: Option<Gguf>,
     /// The program itself, in bytes.
     program: usize,
+    /// The number of ranks in the job.
+    ranks: usize,
 }
 
 impl ThisProcess {
-    fn new(run: &impl Configuration) -> Result<Self> {
+    /// Reads the memory of this process, with the number of ranks in its job unless `ranks` is
+    /// given.
+    fn new(run: &impl Configuration, ranks: Option<usize>) -> Result<Self> {
         let model = &run.model().path;
         let is_stored = run.stored_form().0 == BaseWeights::Stored && !model.is_dir();
         Ok(Self {
             gguf: is_stored.then(|| Gguf::open(model)).transpose()?,
             program: peak_of_this_process().unwrap_or(0),
+            ranks: match ranks {
+                Some(ranks) => ranks,
+                None => launch::environment()?.map_or(1, |found| found.world_size),
+            },
         })
+    }
+
+    /// Returns `plan` of everything that several ranks can divide.
+    fn plans_of_ranks(
+        &self,
+        plan: impl Fn(Sharding) -> Result<Option<MemoryPlan>>,
+    ) -> Result<Vec<(Sharding, MemoryPlan)>> {
+        let all: &[Sharding] = match self.ranks {
+            1 => &[],
+            _ => &[Sharding::None, Sharding::Optimizer, Sharding::Resident],
+        };
+        let plans = all
+            .iter()
+            .map(|&sharding| Ok(plan(sharding)?.map(|plan| (sharding, plan))));
+        plans.filter_map(Result::transpose).collect()
     }
 
     /// Adds the program itself to a plan. GGUF blocks count as they are stored.
@@ -203,13 +267,14 @@ struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// Returns the budget of `run`: `max_memory_mib`, or 95% of this device's free memory. On the
-    /// CPU, the ranks of a job share the latter. `None` if the free memory is unknown.
+    /// Returns the budget of one of `ranks` of `run`: `max_memory_mib`, or 95% of this device's
+    /// free memory. On the CPU, the ranks share the latter. `None` if the free memory is
+    /// unknown.
     ///
     /// # Errors
     ///
     /// Returns an error if the device does not respond.
-    fn of(run: &RunConfig) -> Result<Option<Self>> {
+    fn of(run: &RunConfig, ranks: usize) -> Result<Option<Self>> {
         if let Some(mib) = run.max_memory_mib {
             return Ok(Some(Self {
                 bytes: mib.saturating_mul(1 << 20),
@@ -219,7 +284,6 @@ impl MemoryBudget {
         let free = if cuda_is_enabled() {
             Some(cuda_memory(&device()?)?.free)
         } else {
-            let ranks = launch::environment()?.map_or(1, |found| found.world_size);
             free_memory(Path::new("/")).map(|bytes| bytes / ranks)
         };
         Ok(free.map(|free| Self {

@@ -1,10 +1,11 @@
 //! A run's prompts.
 
 use std::collections::BTreeMap;
+use std::mem;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
-use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::data::chat_columns::{self, TOOLS, VARIABLES};
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
@@ -120,20 +121,23 @@ impl RunPrompts {
         ))
     }
 
-    /// Returns the memory plan of training with these prompts and the settings `train`.
+    /// Returns the memory plan of training with these prompts and the settings `train`, on one of
+    /// `world_size` ranks.
     ///
     /// # Errors
     ///
-    /// As for [`MemoryPlan::new`].
+    /// As for [`MemoryPlan::of_rank`].
     pub(super) fn memory_plan(
         &self,
         train: &TrainConfig,
         model: &DecoderConfig,
+        world_size: usize,
     ) -> Result<MemoryPlan> {
         let longest_prompt = Prompt::longest(&self.train);
         let demonstrations = self.demonstrations.as_ref();
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
-        let plan = MemoryPlan::new(model, train, longest_prompt, longest_row)?;
+        let lengths = (longest_prompt, longest_row);
+        let plan = MemoryPlan::of_rank(model, train, lengths, world_size)?;
         Ok(match &self.teacher {
             Some(teacher) => plan.with_teacher(teacher, train.compute_dtype),
             None => plan,
@@ -151,11 +155,12 @@ impl RunPrompts {
         })
     }
 
-    /// Returns the parts of a trainer that learns from these prompts, with the settings `train`.
+    /// Returns the parts of a trainer that learns from these prompts, with the settings `train`. It
+    /// takes the parameters, which it may free.
     pub(super) fn into_parts(
         self,
         config: &RunConfig,
-        pretrained: &Pretrained,
+        pretrained: &mut Pretrained,
         reward: impl RewardFunction + 'static,
         train: TrainConfig,
     ) -> TrainerParts {
@@ -168,7 +173,7 @@ impl RunPrompts {
             demonstrations,
             ..TrainerParts::new(
                 pretrained.model.clone(),
-                pretrained.parameters.clone(),
+                mem::replace(&mut pretrained.parameters, Parameters::empty()),
                 pretrained.tokenizer.clone(),
                 self.train,
                 reward,

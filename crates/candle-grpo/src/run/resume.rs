@@ -112,6 +112,7 @@ run_trainer!(
         "run_dir",
         "sampling.max_batch_size",
         "sampling.max_cache_mib",
+        "sharding",
         "teacher.server.api_key_env",
         "teacher.server.base_url",
         "teacher.server.max_inflight",
@@ -133,6 +134,7 @@ run_trainer!(
         "model",
         "run_dir",
         "sft.activation_checkpointing",
+        "sft.sharding",
         "threads",
         "trackers",
     ]

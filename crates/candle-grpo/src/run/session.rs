@@ -169,7 +169,7 @@ impl Session {
             teacher,
             generator,
             environments,
-            ..prompts.into_parts(&config, &pretrained, reward, settings)
+            ..prompts.into_parts(&config, &mut pretrained, reward, settings)
         })?;
         let rows = trainer.prompts().iter();
         let identity = Identity {

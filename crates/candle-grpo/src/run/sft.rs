@@ -1,10 +1,12 @@
 //! A supervised run from its first step to its last.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
+use candle_grpo_nn::Parameters;
 use candle_grpo_train::Sequence;
 use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::{SftDataset, SftMetrics, SftParts, SftTrainer};
@@ -95,7 +97,9 @@ impl SftSession {
         } = dataset;
         let inputs = RunInputs::of_rows(&pretrained, &train.digests, &held_out.digests, &[])?
             .with_hub_commits(config.hub_commits().clone());
-        let (model, parameters) = (pretrained.model.clone(), pretrained.parameters.clone());
+        let model = pretrained.model.clone();
+        // The trainer may free them.
+        let parameters = mem::replace(&mut pretrained.parameters, Parameters::empty());
         let mut trainer = SftTrainer::new(SftParts {
             order: Some(order),
             collective,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::support::{folder, grpo, said, short_config, succeeds};
+use super::support::{command, folder, grpo, said, short_config, succeeds};
 use super::train::assert_same_run;
 
 fn config(steps: usize, more: &str) -> String {
@@ -89,6 +89,47 @@ fn check_counts_the_threads_of_the_run() {
     let (one, five) = (allocator(1), allocator(5));
     // 5 to 18 MiB were measured for one more thread (docs/llm.md).
     assert!((4 * 5..=4 * 18).contains(&(five - one)), "{one} and {five}");
+}
+
+/// The peaks in MiB that `grpo check` prints: of the run, and by sharding.
+fn peaks(printed: &str) -> (usize, Vec<(String, usize)>) {
+    let mib = |text: &str| text.split(' ').next().unwrap().parse::<usize>().unwrap();
+    let (_, own) = printed.split_once("Memory: at most about ").expect(printed);
+    let list = printed.split_once("On each rank, by sharding: ");
+    let list = list.map_or("", |(_, list)| list.split_once('.').unwrap().0);
+    let list = list.split(", ").filter_map(|part| part.split_once(' '));
+    let list = list.map(|(sharding, peak)| (sharding.to_owned(), mib(peak)));
+    (mib(own), list.collect())
+}
+
+/// A number of ranks is one of the option, or of a launcher.
+#[test]
+fn check_prints_what_each_rank_needs() {
+    let folder = folder(&config(2, "sharding: resident\n"));
+    let printed = |arguments: &[&str]| succeeds(folder.path(), arguments);
+    let (_, alone) = peaks(&printed(&["check", "run.yaml"]));
+    assert_eq!(alone, []);
+    let (_, alone) = peaks(&printed(&["check", "--ranks", "1", "run.yaml"]));
+    assert_eq!(alone, []);
+    let mut launched = command(folder.path(), &["check", "run.yaml"]);
+    for (variable, value) in [("WORLD_SIZE", "4"), ("RANK", "0"), ("LOCAL_RANK", "0")] {
+        launched.env(variable, value);
+    }
+    let launched = launched.output().unwrap();
+    assert!(launched.status.success(), "{}", said(&launched));
+    for printed in [
+        printed(&["check", "--ranks", "4", "run.yaml"]),
+        String::from_utf8(launched.stdout).unwrap(),
+    ] {
+        let (own, all) = peaks(&printed);
+        let names: Vec<&str> = all.iter().map(|(sharding, _)| sharding.as_str()).collect();
+        assert_eq!(names, ["none", "optimizer", "resident"], "{printed}");
+        // What the ranks of the run divide.
+        assert_eq!(own, all[2].1, "{printed}");
+        assert!(all.is_sorted_by(|a, b| a.1 >= b.1), "{printed}");
+    }
+    let output = grpo(folder.path(), &["check", "--ranks", "0", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
 }
 
 #[test]

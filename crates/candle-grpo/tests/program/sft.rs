@@ -226,6 +226,11 @@ fn check_shows_the_rows_and_what_trains() {
     let again = SftRunConfig::new(&printed).unwrap();
     assert_eq!(again.to_value().unwrap(), settings.to_value().unwrap());
     assert_eq!(succeeds(path, &["check", "sft.yaml", "--quiet"]), "");
+    let ranks = succeeds(path, &["check", "sft.yaml", "--ranks", "2"]);
+    assert!(
+        ranks.contains("On each rank, by sharding: none "),
+        "{ranks}"
+    );
     // A warning with the count.
     let output = grpo(path, &["check", "sft.yaml"]);
     assert!(

@@ -58,7 +58,7 @@ impl<'a> Moment<'a> {
         match self {
             Self::Numbers(numbers) => numbers.chunks_mut(CHUNK).map(Moment::Numbers).collect(),
             Self::Blocks(blocks) => {
-                let bytes = CHUNK / moments::NUMBERS * moments::BYTES;
+                let bytes = CHUNK / moments::NUMBERS_IN_BLOCK * moments::BYTES;
                 blocks.chunks_mut(bytes).map(Moment::Blocks).collect()
             }
         }
@@ -156,17 +156,17 @@ impl Narrow {
         gradient: &[G],
     ) {
         let (signed, unsigned) = (&*SIGNED, &*UNSIGNED);
-        let [mut m, mut v] = [[0.0; moments::NUMBERS]; 2];
+        let [mut m, mut v] = [[0.0; moments::NUMBERS_IN_BLOCK]; 2];
         let blocks = parameter
-            .chunks_mut(moments::NUMBERS)
+            .chunks_mut(moments::NUMBERS_IN_BLOCK)
             .zip(average.chunks_mut(moments::BYTES))
             .zip(square.chunks_mut(moments::BYTES))
-            .zip(gradient.chunks(moments::NUMBERS));
+            .zip(gradient.chunks(moments::NUMBERS_IN_BLOCK));
         for (at, (((p, average), square), g)) in blocks.enumerate() {
             let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
             signed.read(average, m);
             unsigned.read(square, v);
-            let first = at * moments::NUMBERS;
+            let first = at * moments::NUMBERS_IN_BLOCK;
             let master = master.as_deref_mut();
             let master = master.map(|master| &mut master[first..first + p.len()]);
             let random = random.map(|random| random.after(first));

@@ -11,7 +11,7 @@ use crate::cuda::{In, grid, kernels};
 /// updates one.
 const THREADS: u32 = 256;
 const CHUNK: usize = THREADS as usize * 16;
-const QUANTIZED_CHUNK: usize = THREADS as usize / 32 * moments::NUMBERS;
+const QUANTIZED_CHUNK: usize = THREADS as usize / 32 * moments::NUMBERS_IN_BLOCK;
 
 /// Updates nonempty f32, bf16 and f16 parameters, in one launch per device and moment form.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {

@@ -4,10 +4,10 @@ use std::sync::LazyLock;
 
 use candle_core::{Device, Result, Shape, Tensor};
 
-/// Values per block.
-pub(crate) const NUMBERS: usize = 256;
+/// Values per block in [`moment_blocks`].
+pub const NUMBERS_IN_BLOCK: usize = 256;
 /// Bytes per block: a code for each value, and the scale, f32 in little-endian order.
-pub(crate) const BYTES: usize = NUMBERS + 4;
+pub(crate) const BYTES: usize = NUMBERS_IN_BLOCK + 4;
 
 /// Returns the shape for a moment with `elements` values in blocks, u8 `[blocks, 260]`.
 ///
@@ -21,7 +21,7 @@ pub(crate) const BYTES: usize = NUMBERS + 4;
 /// assert_eq!(candle_grpo_kernels::moment_blocks(1000).dims(), [4, 260]);
 /// ```
 pub fn moment_blocks(elements: usize) -> Shape {
-    (elements.div_ceil(NUMBERS), BYTES).into()
+    (elements.div_ceil(NUMBERS_IN_BLOCK), BYTES).into()
 }
 
 /// Returns the values for all [`moment_blocks`] codes: first for the gradient average, then for the
@@ -32,14 +32,14 @@ pub fn moment_codes() -> [[f32; 256]; 2] {
 
 /// The values for one moment's codes, in ascending order.
 pub(crate) struct CodeMap {
-    pub(crate) numbers: [f32; NUMBERS],
+    pub(crate) numbers: [f32; NUMBERS_IN_BLOCK],
     /// The code for 0.
     zero: u8,
     /// The code for the smallest magnitude in each cell. Floats in one cell share their exponent
     /// and their first fraction bits. A cell contains at most one boundary between two codes.
     cells: [u8; CELLS],
     /// For each code, the bits of the smallest magnitude with a larger code.
-    next: [u32; NUMBERS],
+    next: [u32; NUMBERS_IN_BLOCK],
 }
 
 /// The float bits that do not determine its cell.
@@ -82,9 +82,9 @@ pub(crate) static UNSIGNED: LazyLock<CodeMap> = LazyLock::new(|| CodeMap::new(fa
 
 impl Decades {
     /// Returns the decades, and the values for their codes.
-    fn new(signed: bool) -> (Self, [f64; NUMBERS]) {
+    fn new(signed: bool) -> (Self, [f64; NUMBERS_IN_BLOCK]) {
         let zero = if signed { 127 } else { 0 };
-        let mut numbers = [0.0; NUMBERS];
+        let mut numbers = [0.0; NUMBERS_IN_BLOCK];
         let mut first = zero + 1;
         let decades = std::array::from_fn(|decade| {
             // Divides the decade from 0.1 to 1, times a power of ten. The middle of each part is a
@@ -160,7 +160,7 @@ impl CodeMap {
             numbers[code] = -numbers[2 * zero - code];
         }
         let next = std::array::from_fn(|code| {
-            if (zero..NUMBERS - 1).contains(&code) {
+            if (zero..NUMBERS_IN_BLOCK - 1).contains(&code) {
                 decades.least_bits_above(code as u8)
             } else {
                 u32::MAX
@@ -201,7 +201,7 @@ impl CodeMap {
     /// Decodes a block with at most 256 values.
     #[inline(always)]
     pub(crate) fn read(&self, block: &[u8], numbers: &mut [f32]) {
-        let (codes, scale) = block.split_at(NUMBERS);
+        let (codes, scale) = block.split_at(NUMBERS_IN_BLOCK);
         let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
         for (number, &code) in numbers.iter_mut().zip(codes) {
             *number = self.numbers[usize::from(code)] * scale;
@@ -211,7 +211,7 @@ impl CodeMap {
     /// Encodes a block with at most 256 values. Codes after them do not change.
     #[inline(always)]
     pub(crate) fn write(&self, numbers: &[f32], block: &mut [u8]) {
-        let (codes, bytes) = block.split_at_mut(NUMBERS);
+        let (codes, bytes) = block.split_at_mut(NUMBERS_IN_BLOCK);
         // Takes the maximum over every 16th value first, so that the compiler vectorizes it.
         let mut most = [0f32; 16];
         for numbers in numbers.chunks(16) {
@@ -227,7 +227,7 @@ impl CodeMap {
             return;
         }
         // The compiler vectorizes the quotients, but not a loop with a table lookup.
-        let mut quotients = [0.0; NUMBERS];
+        let mut quotients = [0.0; NUMBERS_IN_BLOCK];
         for (quotient, number) in quotients.iter_mut().zip(numbers) {
             *quotient = number / scale;
         }
@@ -241,7 +241,10 @@ impl CodeMap {
         let bytes = blocks.detach().to_device(&Device::Cpu)?;
         let bytes = bytes.flatten_all()?.to_vec1::<u8>()?;
         let mut numbers = vec![0.0; shape.elem_count()];
-        for (block, numbers) in bytes.chunks(BYTES).zip(numbers.chunks_mut(NUMBERS)) {
+        for (block, numbers) in bytes
+            .chunks(BYTES)
+            .zip(numbers.chunks_mut(NUMBERS_IN_BLOCK))
+        {
             self.read(block, numbers);
         }
         Tensor::from_vec(numbers, shape, blocks.device())
@@ -253,7 +256,7 @@ impl CodeMap {
         let values = numbers.to_device(&Device::Cpu)?;
         let values = values.flatten_all()?.to_vec1::<f32>()?;
         let mut bytes = vec![0; shape.elem_count()];
-        for (numbers, block) in values.chunks(NUMBERS).zip(bytes.chunks_mut(BYTES)) {
+        for (numbers, block) in values.chunks(NUMBERS_IN_BLOCK).zip(bytes.chunks_mut(BYTES)) {
             self.write(numbers, block);
         }
         Tensor::from_vec(bytes, shape, numbers.device())
@@ -349,7 +352,7 @@ mod tests {
         let numbers: Vec<f32> = (0..256).map(|i| (i as f32 - 100.0) * 1e-3).collect();
         let mut block = [7; BYTES];
         SIGNED.write(&numbers, &mut block);
-        let mut read = [0.0; NUMBERS];
+        let mut read = [0.0; NUMBERS_IN_BLOCK];
         SIGNED.read(&block, &mut read);
         assert_eq!((read[255], read[100]), (numbers[255], 0.0));
         for (read, number) in read.iter().zip(&numbers) {
@@ -358,9 +361,9 @@ mod tests {
                 "{read} {number}"
             );
         }
-        UNSIGNED.write(&[0.0; NUMBERS], &mut block);
+        UNSIGNED.write(&[0.0; NUMBERS_IN_BLOCK], &mut block);
         assert_eq!(block, [0; BYTES]);
         UNSIGNED.read(&[0; BYTES], &mut read);
-        assert_eq!(read, [0.0; NUMBERS]);
+        assert_eq!(read, [0.0; NUMBERS_IN_BLOCK]);
     }
 }

@@ -176,7 +176,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         let reduces = self.demonstrations.is_none();
         let Models { actor, teacher, .. } = &mut *self.models;
         let distillation = self.config.distillation(teacher.as_deref());
-        let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch| {
+        let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, _| {
             let mut part = part.clone();
             if let Some(distillation) = &distillation {
                 distillation.complete(&mut part, passes.progress)?;
@@ -424,7 +424,7 @@ fn update_critic(
     totals: &StepTotals,
     values: &mut MetricValues,
 ) -> Result<()> {
-    let pass = |critic: &mut Critic, part: &TrainingBatch| critic.forward_backward(part, totals);
+    let pass = |critic: &mut Critic, part: &TrainingBatch, _| critic.forward_backward(part, totals);
     let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
     let ranks = passes.ranks;
     let stats = critic.clip_grad_and_step()?;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::Device;
 use candle_grpo_core::schedule::Decay;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::{device, on_ranks, stay_on_cpu};
 use candle_grpo_train::Sequence;
@@ -257,7 +258,8 @@ fn save(trainer: &SftTrainer, folder: &Path) {
 #[rstest]
 #[case::all_weights(config())]
 #[case::adapters(SftConfig { adapters: Some(LoraConfig::all_linear(2, 4.)), ..config() })]
-#[case::shared_optimizer(SftConfig { sharded_optimizer: true, ..config() })]
+#[case::divided_optimizer(SftConfig { sharding: Sharding::Optimizer, ..config() })]
+#[case::divided_weights(SftConfig { sharding: Sharding::Resident, ..config() })]
 #[case::fewer_rows_than_ranks(SftConfig { batch_size: 2, max_steps: Some(6), ..config() })]
 fn the_steps_of_ranks_are_those_of_one_rank(#[case] config: SftConfig) {
     stay_on_cpu();
@@ -395,7 +397,7 @@ fn the_memory_of_a_pass_is_bounded_by_its_tokens_and_the_longest_row() {
             batch_size: 100,
             ..config()
         };
-        MemoryPlan::supervised(&model(), &config, longest).unwrap()
+        MemoryPlan::supervised(&model(), &config, longest, 1).unwrap()
     };
     assert_eq!(plan(100, 10).sampling, 0);
     assert!(plan(200, 10).activations > plan(100, 10).activations);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_grpo::config::{ConfigError, Document, Preset, RunConfig};
+use candle_grpo::config::{ConfigError, Document, Preset, RunConfig, SftRunConfig};
 use candle_grpo::core::KlEstimator;
 use candle_grpo::loss::{Recipe, Surrogate};
 use candle_grpo::train::TrainConfig;
@@ -267,6 +267,10 @@ fn without_held_out_rows_nothing_is_evaluated() {
     "training: {demonstrations: {batch_size: 2}}\ndemonstrations: {train: b.jsonl}\n",
     "demonstrations: {batch_size: 2}\ndemonstration_data: {train: b.jsonl}\n"
 )]
+#[case(
+    "training: {sharded_optimizer: true, epochs: 2}\n",
+    "sharding: optimizer\nepochs: 2\n"
+)]
 fn a_file_of_an_earlier_version_is_the_same_run(#[case] former: &str, #[case] native: &str) {
     let native = yaml(native).unwrap();
     assert_eq!(
@@ -285,6 +289,22 @@ fn a_file_of_an_earlier_version_is_the_same_run(#[case] former: &str, #[case] na
 }
 
 #[rstest]
+#[case("true", "optimizer")]
+#[case("false", "none")]
+fn a_switch_of_an_earlier_version_is_what_ranks_divide(#[case] switch: &str, #[case] word: &str) {
+    let former = yaml(&format!("sharded_optimizer: {switch}\n")).unwrap();
+    let native = yaml(&format!("sharding: {word}\n")).unwrap();
+    assert_eq!(former.to_value().unwrap(), native.to_value().unwrap());
+    let sft = |key: &str| {
+        let text = format!("model: m\ndata: {{train: a.jsonl}}\nsft: {{{key}}}\n");
+        let document = Document::from_yaml(Path::new("sft.yaml"), &text).unwrap();
+        SftRunConfig::new(&document).unwrap().sft.sharding
+    };
+    let former = sft(&format!("sharded_optimizer: {switch}"));
+    assert_eq!(former, sft(&format!("sharding: {word}")));
+}
+
+#[rstest]
 #[case("sampling:\nrollout:\nrecipe:\noptimizer:\nschedule:\n")]
 #[case("sampler:\ntraining:\noptimizer:\nalgorithm: {recipe: null}\n")]
 fn a_section_without_keys_has_the_defaults(#[case] text: &str) {
@@ -296,6 +316,14 @@ fn a_section_without_keys_has_the_defaults(#[case] text: &str) {
 #[case(
     "prompts_per_step: 0\n",
     "run.yaml:9: prompts_per_step: 0, must be at least 1"
+)]
+#[case(
+    "sharded_optimizer: 2\n",
+    "run.yaml:9: sharded_optimizer: 2, must be true or false"
+)]
+#[case(
+    "sharded_optimizer: true\nsharding: resident\n",
+    "run.yaml:9: sharded_optimizer: given, but sharding is given, too; give one of them"
 )]
 #[case(
     "sampling:\n  temperature: 0\n",

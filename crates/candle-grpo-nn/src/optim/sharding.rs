@@ -1,0 +1,27 @@
+//! The tensors that the ranks of a job divide.
+
+use serde::{Deserialize, Serialize};
+
+/// The tensors that the ranks of a job divide, in place of keeping them whole on each rank. With
+/// one rank nothing is divided.
+///
+/// The state of the optimizer takes 8 bytes for each parameter that trains, or 2 in 8 bits; with W
+/// ranks, each of them keeps a share of 1 / W of what they divide. A checkpoint does not depend on
+/// what the ranks divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Sharding {
+    /// Nothing.
+    #[default]
+    None,
+    /// The state of the optimizer (ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>).
+    Optimizer,
+    /// The state of the optimizer, the gradients, and in bf16 and f16 the f32 weights: each rank
+    /// keeps all weights in the compute dtype alone. In bf16 a parameter takes 2 + 16 / W bytes,
+    /// and 4 + 12 / W in f32. The gradients are summed over the ranks in each backward pass, block
+    /// by block, so that no rank ever has all of them. Buffers come on top: the whole gradients of
+    /// about three blocks and of one matrix of the vocabulary.
+    Resident,
+}
