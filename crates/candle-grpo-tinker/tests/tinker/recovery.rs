@@ -30,12 +30,12 @@ fn read(folder: &Path, files: &mut Files) -> io::Result<()> {
 /// Copies a server's folder. The server removes files after it has answered, so they are read until
 /// two readings agree.
 fn copy(from: &Path, to: &Path) {
-    let mut last = None;
+    let mut last = Files::new();
     let files = loop {
         let mut files = Files::new();
-        let files = read(from, &mut files).ok().map(|()| files);
-        if files.is_some() && files == last {
-            break files.unwrap();
+        let is_whole = read(from, &mut files).is_ok();
+        if is_whole && files == last {
+            break files;
         }
         last = files;
     };
