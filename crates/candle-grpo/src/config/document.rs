@@ -17,7 +17,7 @@ use super::culprit::culprit;
 use super::error::ConfigError;
 use super::import::{VERL_SIGN, overrides_of};
 use super::preset::Preset;
-use super::schema::section_schema;
+use super::schema::kept_schema;
 use super::sft::SftRunConfig;
 use super::suggestions::{unknown_key, unknown_name, unknown_sft_key};
 use super::syntax;
@@ -383,7 +383,7 @@ impl Document {
                 TypeError::UnknownKey { key, .. } if key == last => section,
                 _ => inner,
             };
-            let culprit = culprit(&section_schema::<T>(), value, inner, &error);
+            let culprit = culprit(&kept_schema::<T>(), value, inner, &error);
             self.type_error(&join(path, culprit.as_deref().unwrap_or(inner)), &error)
         })
     }

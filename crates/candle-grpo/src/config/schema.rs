@@ -1,8 +1,9 @@
 //! JSON schemas of configuration files.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_grpo_train::TrainConfig;
 use schemars::JsonSchema;
@@ -48,6 +49,14 @@ pub fn suite_schema() -> Value {
 /// Returns the JSON schema of one section, for documentation.
 pub fn section_schema<T: JsonSchema>() -> Value {
     finished(generated::<T>(), &T::schema_name())
+}
+
+/// Returns the JSON schema of one section, which is generated once.
+pub(super) fn kept_schema<T: JsonSchema>() -> Arc<Value> {
+    static SCHEMAS: Mutex<BTreeMap<Cow<'static, str>, Arc<Value>>> = Mutex::new(BTreeMap::new());
+    let mut schemas = SCHEMAS.lock().unwrap_or_else(PoisonError::into_inner);
+    let schema = schemas.entry(T::schema_id());
+    Arc::clone(schema.or_insert_with(|| Arc::new(section_schema::<T>())))
 }
 
 /// The keys of sections that every file has, by the section's path, with their schemas. Keys at the
