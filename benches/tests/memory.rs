@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_bench::{Counting, peak, peak_bytes, restart_peak};
-use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient,
 };
@@ -15,7 +14,7 @@ use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
     ModelType, PagedCache, Parameters,
 };
-use candle_grpo_test_support::is_long;
+use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference};
 use candle_grpo_train::model::character_tokenizer;
@@ -661,44 +660,6 @@ fn the_plan_of_supervised_training_is_at_most_10_percent_above_the_peak(
     Ok(())
 }
 
-/// One of several ranks, which performs no operations: the others have the same values, and sums
-/// are its own.
-struct Rank(usize);
-
-impl Collective for Rank {
-    fn rank(&self) -> usize {
-        1
-    }
-
-    fn world_size(&self) -> usize {
-        self.0
-    }
-
-    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        Alone.all_reduce_sum(tensors)
-    }
-
-    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        Alone.reduce_scatter_sum(tensors)
-    }
-
-    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
-        Alone.all_gather(tensors)
-    }
-
-    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
-        Alone.broadcast(tensors, root)
-    }
-
-    fn barrier(&self) -> Result<()> {
-        Alone.barrier()
-    }
-
-    fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Ok(vec![own.to_vec(); self.0])
-    }
-}
-
 /// With one rank nothing is divided, so that no setting takes more memory than another, also
 /// while a trainer is created.
 #[test]
@@ -766,7 +727,10 @@ fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result
         let count = parameters.num_elements();
         let before = restart_peak();
         let mut trainer = SftTrainer::new(SftParts {
-            collective: Arc::new(Rank(world_size)),
+            collective: Arc::new(LoneRank {
+                rank: 1,
+                world_size,
+            }),
             ..SftParts::new(model, parameters, rows, config)
         })?;
         let created = peak().saturating_sub(before);

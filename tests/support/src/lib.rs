@@ -31,6 +31,7 @@ mod gguf;
 mod http;
 mod hub;
 mod lines;
+mod lone_rank;
 mod noise;
 #[cfg(unix)]
 mod reserved_port;
@@ -47,6 +48,7 @@ pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use hub::{FakeHub, HubRepository};
 pub use lines::{Lines, named_pipe};
+pub use lone_rank::LoneRank;
 pub use noise::{noise, noise_tensor, token_ids, words};
 #[cfg(unix)]
 pub use reserved_port::ReservedPort;

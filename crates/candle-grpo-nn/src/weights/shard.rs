@@ -158,48 +158,12 @@ impl fmt::Debug for Shard {
 #[cfg(test)]
 mod tests {
     use candle_core::Device;
-    use candle_grpo_collective::Alone;
+    use candle_grpo_test_support::LoneRank;
 
     use super::*;
 
-    /// One of several ranks, which performs no operations.
-    struct Rank {
-        rank: usize,
-        world_size: usize,
-    }
-
-    impl Collective for Rank {
-        fn rank(&self) -> usize {
-            self.rank
-        }
-
-        fn world_size(&self) -> usize {
-            self.world_size
-        }
-
-        fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-            Alone.all_reduce_sum(tensors)
-        }
-
-        fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-            Alone.reduce_scatter_sum(tensors)
-        }
-
-        fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
-            Alone.all_gather(tensors)
-        }
-
-        fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
-            Alone.broadcast(tensors, root)
-        }
-
-        fn barrier(&self) -> Result<()> {
-            Alone.barrier()
-        }
-    }
-
     fn shards(world_size: usize, unit: usize) -> impl Iterator<Item = Shard> {
-        (0..world_size).map(move |rank| Shard::new(Arc::new(Rank { rank, world_size }), unit))
+        (0..world_size).map(move |rank| Shard::new(Arc::new(LoneRank { rank, world_size }), unit))
     }
 
     /// Parts begin at multiples of the unit and are as long on every rank. Each element is in one
