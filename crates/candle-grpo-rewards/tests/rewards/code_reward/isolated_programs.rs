@@ -11,7 +11,7 @@ use candle_grpo_test_support::WATCHDOG;
 use rstest::rstest;
 use tempfile::TempDir;
 
-use super::weak::{PART, WITHOUT_NAMESPACES, again};
+use super::weak::{PART, WITHOUT_NAMESPACES, again, again_as_user};
 use super::{NEVER, Witness, is_isolated, python};
 
 /// Small limits, which must hold.
@@ -291,21 +291,7 @@ fn a_program_that_outlives_nothing_leaves_no_files() {
 /// Users other than root have all limits but a loopback interface of their own.
 #[test]
 fn isolation_holds_for_users_without_rights() {
-    if std::env::var_os(PART).is_some() || !is_isolated() {
-        return;
-    }
-    let user = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"];
-    let works = [
-        &user[..],
-        &["unshare", "--user", "--map-root-user", "--mount"],
-    ]
-    .concat();
-    // A system may deny it to users.
-    if again(&works, &["no-such-test"], "").is_none() {
-        return;
-    }
-    let tests = ["isolated_programs"];
-    assert_ne!(again(&user, &tests, "user"), Some(false));
+    again_as_user(&["isolated_programs"]);
 }
 
 #[test]

@@ -54,9 +54,9 @@ pub(super) fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<boo
     Some(output.status.success() && !text.contains("running 0 tests"))
 }
 
-/// Root that drops its rights makes user namespaces, as users do.
-#[test]
-fn limits_hold_for_users_without_rights() {
+/// Repeats tests as a user without rights. Root that drops its rights makes user namespaces, as
+/// users do.
+pub(super) fn again_as_user(tests: &[&str]) {
     if std::env::var_os(PART).is_some() || !is_isolated() {
         return;
     }
@@ -70,6 +70,11 @@ fn limits_hold_for_users_without_rights() {
     if again(&works, &["no-such-test"], "").is_none() {
         return;
     }
+    assert_ne!(again(&user, tests, "user"), Some(false));
+}
+
+#[test]
+fn limits_hold_for_users_without_rights() {
     // One test of each limit that root has in another way.
     let few = [
         "hostile::the_number_of_processes",
@@ -82,8 +87,7 @@ fn limits_hold_for_users_without_rights() {
         "hostile::a_program_that_mounts",
     ];
     let all = ["code_reward::hostile"];
-    let tests = if is_long() { &all[..] } else { &few };
-    assert_ne!(again(&user, tests, "user"), Some(false));
+    again_as_user(if is_long() { &all } else { &few });
 }
 
 /// In it no namespaces can be made.
