@@ -28,7 +28,7 @@ fn changed(body: &[u8], choice: &mut impl FnMut(usize) -> usize) -> Vec<u8> {
 fn changed_bodies_are_answered_and_change_nothing() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let mut words = words(1);
     let mut choice = |bound: usize| (words.next().unwrap_or(1) >> 11) as usize % bound.max(1);
     for round in 0..if is_long() { 100 } else { 20 } {

@@ -82,7 +82,7 @@ fn bodies(model: &str) -> Vec<(&'static str, Value)> {
 fn a_server_continues_after_any_request() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let mut copies = Vec::new();
     let mut expected = Vec::new();
     for (call, body) in bodies(&model) {
@@ -98,10 +98,7 @@ fn a_server_continues_after_any_request() {
             .iter()
             .map(|(call, body)| server.post(call, body))
             .collect();
-        let results: Vec<Value> = promises
-            .iter()
-            .map(|promise| server.result(promise))
-            .collect();
+        let results = server.results(&promises);
         assert_eq!(results, expected, "after request {done}");
     }
 }
@@ -111,7 +108,7 @@ fn a_server_continues_after_any_request() {
 fn promises_are_kept() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let bodies = bodies(&model);
     let expected: Vec<Value> = bodies
         .iter()
@@ -121,7 +118,7 @@ fn promises_are_kept() {
 
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let bodies = self::bodies(&model);
     // The first request is missing, so none begins.
     let promises: Vec<Value> = bodies[1..]
@@ -132,10 +129,7 @@ fn promises_are_kept() {
     let server = Running::start(folder.path());
     let first = server.post(bodies[0].0, &bodies[0].1);
     let promises = [vec![first], promises].concat();
-    let results: Vec<Value> = promises
-        .iter()
-        .map(|promise| server.result(promise))
-        .collect();
+    let results = server.results(&promises);
     assert_eq!(results, expected);
 }
 

@@ -139,7 +139,7 @@ fn in_json(model: &str) -> [(&'static str, Value); 3] {
 fn requests_of_the_client_mean_the_same_in_either_form() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let json = server.model(&server.session(), 0, 1);
+    let json = server.new_model();
     let expected = in_json(&json).map(|(call, body)| server.call(call, &body));
     for third in ["ppo", "ppo_zstd"] {
         let session = server.session();
@@ -157,7 +157,7 @@ fn requests_of_the_client_mean_the_same_in_either_form() {
 fn a_loop_of_the_client_runs() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let names = ["cross_entropy", "importance_sampling", "ppo", "optim_step"];
     let results = names.map(|name| server.result(&send(&server, name, &model)));
     assert!(results[3]["metrics"]["grad_norm"].as_f64().unwrap() > 0.);
@@ -179,7 +179,7 @@ fn a_loop_of_the_client_runs() {
 fn results_are_protobuf_where_the_client_accepts_it() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let promise = send(&server, "cross_entropy", &model);
     let json = server.result(&promise);
     let id = json!({"request_id": promise["request_id"], "allow_metadata_only": true});

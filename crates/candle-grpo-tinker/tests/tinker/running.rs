@@ -129,6 +129,14 @@ impl Running {
         }
     }
 
+    /// Waits for the results of several calls.
+    pub(crate) fn results(&self, promises: &[Value]) -> Vec<Value> {
+        promises
+            .iter()
+            .map(|promise| self.result(promise))
+            .collect()
+    }
+
     /// Posts a body, and waits for the result.
     pub(crate) fn call(&self, call: &str, body: &Value) -> Value {
         self.result(&self.post(call, body))
@@ -137,6 +145,11 @@ impl Running {
     pub(crate) fn session(&self) -> String {
         let session = self.post("create_session", &json!({"tags": [], "sdk_version": "0"}));
         session["session_id"].as_str().unwrap().to_owned()
+    }
+
+    /// Creates a session with a model, and returns the model's id.
+    pub(crate) fn new_model(&self) -> String {
+        self.model(&self.session(), 0, 1)
     }
 
     /// Creates a model, and returns its id.

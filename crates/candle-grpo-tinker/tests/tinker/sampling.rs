@@ -40,10 +40,7 @@ fn a_seed_draws_the_same_samples_in_any_batch() {
             server.post("asample", &request(&sampler, seq, params))
         })
         .collect();
-    let results: Vec<Value> = promises
-        .iter()
-        .map(|promise| server.result(promise))
-        .collect();
+    let results = server.results(&promises);
     assert_eq!(results[2], alone);
     assert_ne!(results[0], alone);
     let sequences = alone["sequences"].as_array().unwrap();

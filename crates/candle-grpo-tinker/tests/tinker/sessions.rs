@@ -34,10 +34,7 @@ fn train(server: &Running, seed: u64) -> Vec<Value> {
         promises.push(server.post("optim_step", &step(&model, 2 * at + 2)));
     }
     let save = json!({"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0});
-    let mut results: Vec<Value> = promises
-        .iter()
-        .map(|promise| server.result(promise))
-        .collect();
+    let mut results = server.results(&promises);
     let saved = server.call("save_weights_for_sampler", &save);
     let samples = json!({
         "sampling_session_id": saved["sampling_session_id"],
@@ -81,8 +78,7 @@ fn two_sessions_beside_each_other_have_the_bits_of_each_alone() {
 fn requests_execute_in_the_order_of_their_numbers() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let session = server.session();
-    let model = server.model(&session, 0, 1);
+    let model = server.new_model();
     let data = [example(&texts()[0])];
     let last = server.post("forward", &pass(&model, 3, "cross_entropy", &data));
     let second = server.post("optim_step", &step(&model, 2));
@@ -101,7 +97,7 @@ fn requests_execute_in_the_order_of_their_numbers() {
 fn a_repeated_request_has_one_result() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let body = pass(&model, 1, "cross_entropy", &[example(&texts()[0])]);
     let promises = [0, 1].map(|_| server.post("forward_backward", &body));
     assert_eq!(promises[0], promises[1]);
@@ -206,7 +202,7 @@ fn waiting_requests_have_a_limit() {
         max_waiting: 2,
         ..TinkerConfig::new(folder.path(), MODEL)
     });
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     // They wait for the first.
     server.post("optim_step", &step(&model, 2));
     server.post("optim_step", &step(&model, 3));
@@ -242,7 +238,7 @@ fn models_that_the_server_cannot_create_are_refused(#[case] change: Value, #[cas
 fn a_wrong_pass_is_a_failed_result() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let good = example(&texts()[0]);
     let with = |key: &str, value: Value| {
         let mut example = good.clone();
@@ -297,7 +293,7 @@ fn a_wrong_pass_is_a_failed_result() {
 fn a_step_without_gradients_is_a_failed_result() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
-    let model = server.model(&server.session(), 0, 1);
+    let model = server.new_model();
     let failed = server.call("optim_step", &step(&model, 1));
     let error = failed["error"].as_str().unwrap();
     assert!(error.contains("gradient"), "{error}");
