@@ -48,6 +48,7 @@
 //!
 //! Functions return [`anyhow::Error`]. [`ErrorKind::of`] is its kind, which you can match on.
 
+mod bisection;
 mod canonical_json;
 mod checksums;
 pub mod data;

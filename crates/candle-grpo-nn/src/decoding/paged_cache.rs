@@ -48,7 +48,7 @@ pub struct PagedCache {
     /// Unused slots.
     free_slots: Vec<usize>,
     /// Bytes for a page and for a slot, over all layers.
-    bytes: PerSequence,
+    bytes: PagesAndSlots,
     /// Maximum number of bytes.
     limit: Option<usize>,
     sequences: BTreeMap<usize, Sequence>,
@@ -61,9 +61,9 @@ pub struct PagedCache {
     pub(super) recorded: Option<RecordedSteps>,
 }
 
-/// A quantity for pages, and one for slots.
+/// A number for pages, and one for slots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct PerSequence {
+struct PagesAndSlots {
     pages: usize,
     slots: usize,
 }
@@ -97,7 +97,7 @@ impl PagedCache {
     /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
-        let mut bytes = PerSequence::default();
+        let mut bytes = PagesAndSlots::default();
         let blocks = config.architecture().blocks;
         let layers = blocks.iter().map(|block| {
             Ok(match &block.tokens.mixer {
@@ -341,7 +341,7 @@ impl PagedCache {
     /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
     /// valid, and the memory that it has becomes its limit.
     pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
-        let mut more = PerSequence::default();
+        let mut more = PagesAndSlots::default();
         for &(id, new) in positions {
             let (room, has_slot) = match id {
                 None => (0, false),
@@ -361,12 +361,9 @@ impl PagedCache {
     }
 
     /// Makes this many pages and slots free. Returns false if the limit does not allow it.
-    fn make_room(&mut self, more: PerSequence) -> Result<bool> {
-        let allocated = PerSequence {
-            pages: self.holders.len(),
-            slots: self.slots,
-        };
-        let needed = PerSequence {
+    fn make_room(&mut self, more: PagesAndSlots) -> Result<bool> {
+        let allocated = self.allocated();
+        let needed = PagesAndSlots {
             pages: self.pages_in_use() + more.pages,
             slots: self.slots - self.free_slots.len() + more.slots,
         };
@@ -381,7 +378,7 @@ impl PagedCache {
             && self.bytes_of(wanted) > limit
         {
             // As many as there is room for.
-            let least = PerSequence {
+            let least = PagesAndSlots {
                 pages: needed.pages.max(allocated.pages),
                 slots: needed.slots.max(allocated.slots),
             };
@@ -396,20 +393,24 @@ impl PagedCache {
         }
         let grown = self.grow(wanted);
         if grown.is_err() {
-            self.limit = Some(self.bytes_of(PerSequence {
-                pages: self.holders.len(),
-                slots: self.slots,
-            }));
+            self.limit = Some(self.bytes_of(self.allocated()));
         }
         grown.map(|()| true)
     }
 
+    fn allocated(&self) -> PagesAndSlots {
+        PagesAndSlots {
+            pages: self.holders.len(),
+            slots: self.slots,
+        }
+    }
+
     /// Bytes for this many pages and slots.
-    fn bytes_of(&self, count: PerSequence) -> usize {
+    fn bytes_of(&self, count: PagesAndSlots) -> usize {
         count.pages * self.bytes.pages + count.slots * self.bytes.slots
     }
 
-    fn grow(&mut self, wanted: PerSequence) -> Result<()> {
+    fn grow(&mut self, wanted: PagesAndSlots) -> Result<()> {
         // Must precede the pages that the recordings use.
         #[cfg(feature = "cuda")]
         if wanted.pages > self.holders.len()
@@ -436,9 +437,10 @@ impl PagedCache {
     }
 
     fn take_page(&mut self) -> Result<usize> {
-        let more = PerSequence { pages: 1, slots: 0 };
-        let has_room = !self.free.is_empty() || self.make_room(more)?;
-        let Some(page) = self.free.pop().filter(|_| has_room) else {
+        if self.free.is_empty() {
+            self.make_room(PagesAndSlots { pages: 1, slots: 0 })?;
+        }
+        let Some(page) = self.free.pop() else {
             bail!("cache: no free page, {}", self.full());
         };
         self.holders[page] = 1;
@@ -446,9 +448,10 @@ impl PagedCache {
     }
 
     fn take_slot(&mut self) -> Result<usize> {
-        let more = PerSequence { pages: 0, slots: 1 };
-        let has_room = !self.free_slots.is_empty() || self.make_room(more)?;
-        let Some(slot) = self.free_slots.pop().filter(|_| has_room) else {
+        if self.free_slots.is_empty() {
+            self.make_room(PagesAndSlots { pages: 0, slots: 1 })?;
+        }
+        let Some(slot) = self.free_slots.pop() else {
             bail!("cache: no free state, {}", self.full());
         };
         Ok(slot)
@@ -593,7 +596,7 @@ mod tests {
         assert_eq!(cache.slots, 2 * FIRST_SLOTS);
         assert!(cache.states(0).is_err() && cache.pages(1).is_err());
         // Sequences take 9 of 16 slots and 1 of 64 pages.
-        let PerSequence { pages, slots } = cache.bytes;
+        let PagesAndSlots { pages, slots } = cache.bytes;
         cache.limit_memory(FIRST_PAGES * pages + 18 * slots + slots / 2);
         assert!(cache.reserve(&[(None, 1); 7]).unwrap());
         assert_eq!(cache.slots, 2 * FIRST_SLOTS);

@@ -9,6 +9,7 @@ use candle_grpo_nn::{
 use super::memory_plan::{MemoryPlan, Update};
 use super::train_config::MICRO_BATCH_SIZE;
 use crate::TrainConfig;
+use crate::bisection::largest;
 
 /// The chosen number of tokens is a multiple of this one.
 const ROUND: usize = 64;
@@ -153,28 +154,6 @@ impl MemoryFit<'_> {
         });
         fitting.ok().flatten()
     }
-}
-
-/// Finds the largest number from `least` to `most` that fits, by bisection. `None` if `least` does
-/// not fit.
-fn largest(
-    least: usize,
-    most: usize,
-    fits: impl Fn(usize) -> Result<bool>,
-) -> Result<Option<usize>> {
-    if !fits(least)? {
-        return Ok(None);
-    }
-    let (mut fitting, mut too_many) = (least, most.max(least) + 1);
-    while too_many - fitting > 1 {
-        let middle = fitting.midpoint(too_many);
-        if fits(middle)? {
-            fitting = middle;
-        } else {
-            too_many = middle;
-        }
-    }
-    Ok(Some(fitting))
 }
 
 /// The key of what ranks divide.

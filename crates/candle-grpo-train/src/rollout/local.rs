@@ -16,6 +16,7 @@ use rayon::prelude::*;
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
 use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason, SamplingConfig};
+use crate::bisection::largest;
 use crate::detached::model_in;
 use crate::random::uniform;
 use crate::{Interrupted, NotFinite, Progress};
@@ -375,27 +376,18 @@ impl Run<'_> {
         if most == 0 {
             return Ok(0);
         }
-        if self.has_room(&self.needed(waiting, live, most, RESERVED_TOKENS)) {
+        let mut fits =
+            |count| Ok(self.has_room(&self.needed(waiting, live, count, RESERVED_TOKENS)));
+        // All of them together, so that the cache grows once.
+        if fits(most)? {
             return Ok(most);
         }
-        let (mut fitting, mut too_many) = (0, most);
-        while too_many - fitting > 1 {
-            let middle = fitting.midpoint(too_many);
-            if self.has_room(&self.needed(waiting, live, middle, RESERVED_TOKENS)) {
-                fitting = middle;
-            } else {
-                too_many = middle;
-            }
-        }
-        if fitting > 0 || !live.is_empty() {
-            return Ok(fitting);
+        let fitting = largest(1, most - 1, fits)?;
+        if fitting.is_some() || !live.is_empty() {
+            return Ok(fitting.unwrap_or_default());
         }
         // Only prompts are in memory.
-        for state in &mut self.prompts {
-            if let Some(computed) = state.computed.take() {
-                self.decoding.remove(computed.sequence)?;
-            }
-        }
+        while self.drop_prompt()? {}
         if self.has_room(&self.needed(waiting, live, 1, 1)) {
             return Ok(1);
         }
@@ -438,27 +430,31 @@ impl Run<'_> {
         }
     }
 
-    /// Suspends the completion that started last.
+    /// Suspends the completion that started last. If there is no other one, drops a prompt instead.
     fn suspend(&mut self, live: &mut Vec<Live>, waiting: &mut VecDeque<Live>) -> Result<()> {
-        let Some(mut last) = live.pop() else {
-            return Ok(());
-        };
-        if live.is_empty() {
-            let computed = self
-                .prompts
-                .iter_mut()
-                .find_map(|state| state.computed.take());
-            let Some(computed) = computed else {
-                return Err(self.no_room(&last));
-            };
-            self.decoding.remove(computed.sequence)?;
-            live.push(last);
+        if let [last] = live.as_slice() {
+            ensure!(self.drop_prompt()?, self.no_room(last));
             return Ok(());
         }
-        self.decoding.remove(last.take_sequence()?)?;
-        self.prompts[last.prompt].waiting += 1;
-        waiting.push_front(last);
+        if let Some(mut last) = live.pop() {
+            self.decoding.remove(last.take_sequence()?)?;
+            self.prompts[last.prompt].waiting += 1;
+            waiting.push_front(last);
+        }
         Ok(())
+    }
+
+    /// Removes the results of a prompt, which are computed again when a completion needs them.
+    /// Returns false if there are none.
+    fn drop_prompt(&mut self) -> Result<bool> {
+        let computed = self
+            .prompts
+            .iter_mut()
+            .find_map(|state| state.computed.take());
+        if let Some(computed) = &computed {
+            self.decoding.remove(computed.sequence)?;
+        }
+        Ok(computed.is_some())
     }
 
     /// Computes the prompts of completions without a sequence, and gives each one its sequence.
