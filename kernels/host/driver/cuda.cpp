@@ -198,8 +198,11 @@ int current_device() { return current_context == nullptr ? 0 : (int)(current_con
 
 // Calls of this thread, by name.
 thread_local std::map<std::string, uint64_t> calls;
-// The number of the next allocation of this thread that fails, counted from 1. 0 is none.
-thread_local uint64_t failing_allocation;
+// Allocations of this thread that fail: how many precede them, how many fail, and how many have failed.
+struct FailingAllocations {
+    uint64_t before, count, failed;
+};
+thread_local FailingAllocations failing;
 
 CUresult refuse(CUresult result, const char* format, ...) {
     char text[400];
@@ -317,7 +320,12 @@ void protect(void* start, size_t bytes, int access) {
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
     calls["allocation"]++;
-    if (failing_allocation > 0 && --failing_allocation == 0) return OUT_OF_MEMORY;
+    if (failing.before > 0) {
+        failing.before--;
+    } else if (failing.failed < failing.count) {
+        failing.failed++;
+        return OUT_OF_MEMORY;
+    }
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
     const size_t count = pages(rounded(bytes));
     void* start;
@@ -446,9 +454,11 @@ uint64_t cuda_host_calls(const char* name) {
     return found == calls.end() ? 0 : found->second;
 }
 
-// Makes allocation `number` of this thread fail, counted from 1. 0 is none. Returns what was left of
-// the number before.
-uint64_t cuda_host_fail_allocation(uint64_t number) { return std::exchange(failing_allocation, number); }
+// Makes `count` allocations of this thread fail, after `before` others. Returns how many have failed since
+// the last call.
+uint64_t cuda_host_fail_allocations(uint64_t before, uint64_t count) {
+    return std::exchange(failing, {before, count, 0}).failed;
+}
 
 CUresult cuInit(unsigned) { return SUCCESS; }
 CUresult cuDeviceGet(int* device, int ordinal) {

@@ -63,19 +63,23 @@ impl CudaCalls {
     }
 }
 
-/// Runs `run` with this thread's allocation `number` failing for lack of memory, counted from 1.
-/// Also returns true if there was such an allocation. `None` without the emulation.
+/// Runs `run` while `count` of this thread's allocations fail for lack of memory, after `before`
+/// others. Also returns how many have failed. `None` without the emulation.
 #[allow(unsafe_code)]
-pub fn with_failing_allocation<T>(number: u64, run: impl FnOnce() -> T) -> Option<(T, bool)> {
-    let function = symbol(c"cuda_host_fail_allocation")?;
+pub fn with_failing_allocations<T>(
+    before: u64,
+    count: u64,
+    run: impl FnOnce() -> T,
+) -> Option<(T, u64)> {
+    let function = symbol(c"cuda_host_fail_allocations")?;
     // SAFETY: the function of this name has this signature.
-    let fail: unsafe extern "C" fn(u64) -> u64 = unsafe { std::mem::transmute(function) };
-    // SAFETY: the function accepts any number.
-    unsafe { fail(number) };
+    let fail: unsafe extern "C" fn(u64, u64) -> u64 = unsafe { std::mem::transmute(function) };
+    // SAFETY: the function accepts any numbers.
+    unsafe { fail(before, count) };
     let result = run();
     // SAFETY: as before.
-    let left = unsafe { fail(0) };
-    Some((result, left == 0))
+    let failed = unsafe { fail(0, 0) };
+    Some((result, failed))
 }
 
 /// Requests a count from the emulation.

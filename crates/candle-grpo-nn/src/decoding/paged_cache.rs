@@ -339,7 +339,7 @@ impl PagedCache {
     /// # Errors
     ///
     /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
-    /// valid, and the memory that it has becomes its limit.
+    /// valid. Once the device has had too little, the cache does not grow any more.
     pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
         let mut more = PagesAndSlots::default();
         for &(id, new) in positions {
@@ -374,25 +374,28 @@ impl PagedCache {
         if needed.pages > allocated.pages {
             wanted.pages = pages_for(needed.pages);
         }
+        let least = PagesAndSlots {
+            pages: needed.pages.max(allocated.pages),
+            slots: needed.slots.max(allocated.slots),
+        };
         if let Some(limit) = self.limit
             && self.bytes_of(wanted) > limit
         {
-            // As many as there is room for.
-            let least = PagesAndSlots {
-                pages: needed.pages.max(allocated.pages),
-                slots: needed.slots.max(allocated.slots),
-            };
-            let Some(rest) = limit.checked_sub(self.bytes_of(least)) else {
+            let bytes = self.bytes_of(least);
+            if bytes > limit {
                 return Ok(least == allocated);
-            };
-            wanted = least;
-            if needed.pages > allocated.pages {
-                let more = rest.checked_div(self.bytes.pages).unwrap_or_default();
-                wanted.pages = pages_for(needed.pages).min(least.pages + more);
             }
+            // Both take the same share of the rest.
+            let share =
+                |least: usize| (least as u128 * limit as u128 / bytes.max(1) as u128) as usize;
+            wanted.pages = wanted.pages.min(share(least.pages));
+            wanted.slots = wanted.slots.min(share(least.slots));
         }
-        let grown = self.grow(wanted);
+        let mut grown = self.grow(wanted);
         if grown.is_err() {
+            if wanted != least {
+                grown = self.grow(least);
+            }
             self.limit = Some(self.bytes_of(self.allocated()));
         }
         grown.map(|()| true)
@@ -605,6 +608,11 @@ mod tests {
         assert!(!cache.reserve(&[(None, 1); 10]).unwrap());
         // One that has a slot needs no other.
         assert!(cache.reserve(&[(Some(prompt), 1); 10]).unwrap());
+        // Pages and slots take the same share of the rest.
+        let mut cache = PagedCache::new(&config, DType::F32, &Device::Cpu).unwrap();
+        cache.limit_memory(90 * pages + 10 * slots);
+        assert!(cache.reserve(&[(None, 9 * PAGE); 9]).unwrap());
+        assert_eq!((cache.holders.len(), cache.slots), (90, 10));
     }
 
     #[test]

@@ -404,15 +404,26 @@ impl Run<'_> {
         more: usize,
     ) -> Vec<(Option<SequenceId>, usize)> {
         let mut entries = room(live, more);
-        let mut prompts: Vec<usize> = waiting.iter().take(count).map(|l| l.prompt).collect();
+        let prompts = self.uncomputed(waiting.iter().take(count));
+        let lengths = prompts
+            .iter()
+            .map(|&prompt| self.prompts[prompt].tokens.len());
+        entries.extend(lengths.map(|length| (None, length)));
+        // The last token is not in the sequence.
+        let begun = waiting.iter().take(count);
+        entries.extend(begun.map(|l| (None, l.tokens.len() + l.more(more) - 1)));
+        entries
+    }
+
+    /// Returns the distinct prompts of completions without results, in order.
+    fn uncomputed<'l>(&self, completions: impl Iterator<Item = &'l Live>) -> Vec<usize> {
+        let prompts = completions.map(|l| l.prompt);
+        let mut prompts: Vec<usize> = prompts
+            .filter(|&prompt| self.prompts[prompt].computed.is_none())
+            .collect();
         prompts.sort_unstable();
         prompts.dedup();
-        let prompts = prompts.iter().map(|&prompt| &self.prompts[prompt]);
-        let prompts = prompts.filter(|prompt| prompt.computed.is_none());
-        entries.extend(prompts.map(|prompt| (None, prompt.tokens.len())));
-        let begun = waiting.iter().take(count);
-        entries.extend(begun.map(|l| (None, l.tokens.len() + l.more(more))));
-        entries
+        prompts
     }
 
     /// Returns the error for a completion that does not fit into memory alone.
@@ -437,7 +448,8 @@ impl Run<'_> {
             return Ok(());
         }
         if let Some(mut last) = live.pop() {
-            self.decoding.remove(last.take_sequence()?)?;
+            self.decoding.remove(last.sequence()?)?;
+            last.sequence = None;
             self.prompts[last.prompt].waiting += 1;
             waiting.push_front(last);
         }
@@ -459,15 +471,9 @@ impl Run<'_> {
 
     /// Computes the prompts of completions without a sequence, and gives each one its sequence.
     fn give_sequences(&mut self, completions: &mut [Live]) -> Result<()> {
-        let mut needed: Vec<usize> = completions.iter().map(|l| l.prompt).collect();
-        needed.sort_unstable();
-        needed.dedup();
         let mut pass: Vec<usize> = Vec::new();
         let mut tokens = 0;
-        for &prompt in &needed {
-            if self.prompts[prompt].computed.is_some() {
-                continue;
-            }
+        for prompt in self.uncomputed(completions.iter()) {
             pass.push(prompt);
             tokens += self.prompts[prompt].tokens.len();
             if tokens >= PREFILL_TOKENS {
@@ -503,21 +509,21 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Computes the keys and values of completions that were suspended.
+    /// Computes the keys and values of completions that were suspended, in passes with at most
+    /// [`PREFILL_TOKENS`] tokens.
     fn resume(&mut self, completions: &[Live]) -> Result<()> {
         self.leave_prompts(completions)?;
         let mut pass: Vec<(SequenceId, &[u32])> = Vec::new();
         let mut tokens = 0;
         for l in completions {
-            let past = &l.tokens[..l.tokens.len() - 1];
-            if !past.is_empty() {
-                pass.push((l.sequence()?, past));
-                tokens += past.len();
-            }
-            if tokens >= PREFILL_TOKENS {
-                self.decoding.next_logits(&pass)?;
-                pass.clear();
-                tokens = 0;
+            for part in l.tokens[..l.tokens.len() - 1].chunks(PREFILL_TOKENS) {
+                if tokens + part.len() > PREFILL_TOKENS {
+                    self.decoding.next_logits(&pass)?;
+                    pass.clear();
+                    tokens = 0;
+                }
+                pass.push((l.sequence()?, part));
+                tokens += part.len();
             }
         }
         if !pass.is_empty() {
@@ -675,11 +681,6 @@ fn last_tokens(live: &[Live]) -> Result<Vec<(SequenceId, &[u32])>> {
 impl Live {
     fn sequence(&self) -> Result<SequenceId> {
         self.sequence.context("a completion has no sequence")
-    }
-
-    fn take_sequence(&mut self) -> Result<SequenceId> {
-        let sequence = self.sequence.take();
-        sequence.context("a completion has no sequence")
     }
 
     /// Returns how many of at most `most` more tokens it may have.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_test_support::{CudaCalls, device, is_long, with_failing_allocation};
+use candle_grpo_test_support::{CudaCalls, device, is_long, with_failing_allocations};
 use candle_grpo_train::{Progress, Prompt, Rollout, Sampler, SamplingConfig, TrainConfig, Trainer};
 
 use crate::common::{self, digest, model, parameters_of, prompts, sampling, without_seconds};
@@ -86,24 +86,29 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
             free.tokens == limited.tokens && free.log_probs == limited.log_probs
         })
     };
-    let mut survived = 0;
-    for number in spread(all, if is_long() { 64 } else { 8 }).chain(growth + 1..growth + 9) {
-        let Some((result, has_failed)) = with_failing_allocation(number, sample) else {
-            break;
-        };
-        let fewest = taken().iter().map(|&(_, sampled)| sampled).min();
-        match result {
-            Ok(rollouts) => {
-                assert!(same(&rollouts), "allocation {number}");
-                let is_limited = fewest < Some(12);
-                assert_eq!(has_failed, is_limited, "allocation {number}: {fewest:?}");
-                survived += usize::from(has_failed);
+    // With one failure, the cache grows by less. With two, completions are suspended.
+    for failures in [1, 2] {
+        let mut survived = 0;
+        let numbers = spread(all, if is_long() { 64 } else { 8 });
+        for number in numbers.chain(growth + 1..growth + 9) {
+            let Some((result, failed)) = with_failing_allocations(number - 1, failures, sample)
+            else {
+                break;
+            };
+            let fewest = taken().iter().map(|&(_, sampled)| sampled).min();
+            match result {
+                Ok(rollouts) => {
+                    assert!(same(&rollouts), "allocation {number}");
+                    let is_limited = fewest < Some(12);
+                    assert_eq!(failed == 2, is_limited, "allocation {number}: {fewest:?}");
+                    survived += usize::from(failed == failures);
+                }
+                Err(error) => assert_out_of_memory(&error, number),
             }
-            Err(error) => assert_out_of_memory(&error, number),
         }
+        // Keys and values in each of two layers.
+        assert!(survived >= 4, "{failures} failures: {survived}");
     }
-    // Keys and values in each of two layers.
-    assert!(survived >= 4, "{survived}");
     Ok(())
 }
 
@@ -138,9 +143,11 @@ fn a_step_that_runs_out_of_memory_can_be_repeated_or_ends_the_run() -> Result<()
     for number in spread(all, if is_long() { 256 } else { 20 }) {
         let mut trainer = trainer();
         let before = bits(&trainer)?;
-        let Some((result, has_failed)) = with_failing_allocation(number, || trainer.step()) else {
+        let step = || trainer.step();
+        let Some((result, failed)) = with_failing_allocations(number - 1, 1, step) else {
             break;
         };
+        let has_failed = failed > 0;
         let result = match result {
             Ok(metrics) => Ok(metrics),
             Err(error) => {

@@ -535,6 +535,32 @@ fn a_small_cache_suspends_completions_and_changes_none(#[case] model: DecoderCon
     }
 }
 
+/// A suspended completion is longer than a pass.
+#[test]
+fn long_completions_are_continued() {
+    stay_on_cpu();
+    let model = DecoderConfig {
+        max_position_embeddings: 1024,
+        ..long_model()
+    };
+    let parameters = parameters_of(&model, &Device::Cpu);
+    let prompts = prompts(&["abc"]);
+    let sampled = |max_cache_mib| {
+        let config = SamplingConfig {
+            max_new_tokens: 900,
+            stop_token_ids: Vec::new(),
+            max_cache_mib,
+            ..sampling()
+        };
+        let sampler = Sampler::new(&model, &parameters, config).unwrap();
+        sampler.sample(&all(&prompts), 3, 0).unwrap()
+    };
+    // The cache has room for 2,048 positions.
+    for (free, limited) in sampled(None).iter().zip(&sampled(Some(1))) {
+        assert_eq!(said(free), said(limited));
+    }
+}
+
 #[test]
 fn a_completion_that_does_not_fit_alone_is_named() {
     let model = DecoderConfig {
