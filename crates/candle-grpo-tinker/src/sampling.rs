@@ -137,6 +137,7 @@ impl Snapshot {
             decode: Some(&*base.decode),
             progress: &UntilStop(queues),
             records_experts: false,
+            partial: None,
         };
         self.generator.generate(&batch, &mut deliver)
     }

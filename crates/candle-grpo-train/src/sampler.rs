@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::validate::at_least_one;
@@ -13,8 +14,8 @@ use tokenizers::Tokenizer;
 use crate::ranks::Ranks;
 use crate::rollout::decode::decode_tokens;
 use crate::rollout::{
-    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, Play, PromptRequest,
-    Trajectories,
+    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, Partial, Play,
+    PromptRequest, Trajectories, UnfinishedGroup,
 };
 use crate::{Completion, Progress, Prompt, Rollout, SamplingConfig};
 use candle_grpo_base::progress::NoProgress;
@@ -235,18 +236,131 @@ impl<C: ModelConfig> Sampler<C> {
             });
         }
         let completions = self.draw(requests, &[], &*self.progress)?;
-        let seeds = requests.iter().flat_map(|request| request.seeds.clone());
-        let rollout =
-            |(place, (completion, seed)): (usize, (Completion, CompletionSeed))| Rollout {
-                prompt_index: seed.prompt,
-                sample_index: seed.sample as usize,
-                prompt_tokens: prompts[place / num_generations].tokens.clone(),
-                completion,
-                episode: None,
-                branches: Vec::new(),
+        let seeds = requests.iter().flat_map(|request| &request.seeds);
+        let rollouts = completions.into_iter().zip(seeds).enumerate();
+        let rollout = |(place, (completion, &seed)): (usize, (Completion, _))| {
+            Rollout::single(seed, prompts[place / num_generations], completion)
+        };
+        Ok(rollouts.map(rollout).collect())
+    }
+
+    /// Starts groups of `num_generations` completions without tokens for the prompts at `rows` of
+    /// `prompts`, in the step `step`. Their seeds are those of [`Self::sample`].
+    pub(crate) fn start_groups(
+        &self,
+        prompts: &[Prompt],
+        rows: &[usize],
+        num_generations: usize,
+        (step, stream): (usize, u64),
+    ) -> Vec<UnfinishedGroup> {
+        let started: Vec<&Prompt> = rows.iter().map(|&row| &prompts[row]).collect();
+        let requests = self.requests(&started, num_generations, stream);
+        let groups = rows.iter().zip(&requests);
+        groups
+            .map(|(&row, request)| UnfinishedGroup::new(row, step, &request.seeds))
+            .collect()
+    }
+
+    /// Continues groups until `needed` of them are whole, and all that started in the step `oldest`
+    /// or before it. Their prompts are in `prompts`.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::sample`].
+    pub(crate) fn continue_groups(
+        &self,
+        prompts: &[Prompt],
+        groups: &mut [UnfinishedGroup],
+        needed: usize,
+        oldest: usize,
+    ) -> Result<()> {
+        let count_left = |group: &UnfinishedGroup| {
+            let completions = group.completions.iter();
+            completions
+                .filter(|completion| !completion.has_ended)
+                .count()
+        };
+        let mut left: Vec<usize> = groups.iter().map(count_left).collect();
+        let is_old: Vec<bool> = groups.iter().map(|group| group.step <= oldest).collect();
+        let is_enough = |left: &[usize]| {
+            let whole = left.iter().filter(|left| **left == 0).count();
+            let old = left
+                .iter()
+                .zip(&is_old)
+                .all(|(left, old)| *left == 0 || !old);
+            whole >= needed && old
+        };
+        if is_enough(&left) {
+            return Ok(());
+        }
+        // The group and the number of each completion to sample.
+        let mut places = Vec::new();
+        let (mut requests, mut begun) = (Vec::new(), Vec::new());
+        for (at, group) in groups.iter_mut().enumerate() {
+            let mut seeds = Vec::new();
+            for (number, completion) in group.completions.iter_mut().enumerate() {
+                if !completion.has_ended {
+                    places.push((at, number));
+                    seeds.push(completion.seed);
+                    begun.push(completion.begun.take());
+                }
+            }
+            if !seeds.is_empty() {
+                requests.push(PromptRequest {
+                    tokens: &prompts[group.row].tokens,
+                    seeds,
+                    max_new_tokens: self.config.max_new_tokens,
+                });
+            }
+        }
+        let has_enough = AtomicBool::new(false);
+        let unfinished = Mutex::new(Vec::new());
+        let partial = Partial {
+            begun: &begun,
+            is_enough: &|| has_enough.load(Ordering::Acquire),
+            unfinished: &|place, completion| {
+                let mut unfinished = unfinished.lock().unwrap_or_else(PoisonError::into_inner);
+                unfinished.push((place, completion));
+                Ok(())
+            },
+        };
+        let mut ended: Vec<Option<Completion>> = vec![None; places.len()];
+        self.generate(
+            &requests,
+            &self.config,
+            &*self.progress,
+            Some(partial),
+            &mut |place, found| {
+                ended[place] = Some(found);
+                left[places[place].0] -= 1;
+                has_enough.store(is_enough(&left), Ordering::Release);
+            },
+        )?;
+        drop(requests);
+        ensure!(
+            is_enough(&left),
+            "generator: ended before enough completions had ended"
+        );
+        let unfinished = unfinished
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        for (place, completion) in unfinished {
+            let Some(slot) = begun.get_mut(place) else {
+                anyhow::bail!(
+                    "generator: delivered unfinished completion {place}, must be below {}",
+                    places.len()
+                );
             };
-        let completions = completions.into_iter().zip(seeds).enumerate();
-        Ok(completions.map(rollout).collect())
+            let valid = completion.validate(self.vocab_size);
+            valid.with_context(|| format!("generator: unfinished completion {place}"))?;
+            *slot = Some(completion);
+        }
+        for ((at, number), (ended, begun)) in places.into_iter().zip(ended.into_iter().zip(begun)) {
+            let completion = &mut groups[at].completions[number];
+            completion.has_ended = ended.is_some();
+            completion.begun = ended.or(begun);
+        }
+        Ok(())
     }
 
     /// The source of trajectories, if there is one.
@@ -261,23 +375,6 @@ impl<C: ModelConfig> Sampler<C> {
         stop_strings: &[String],
         progress: &dyn Progress,
     ) -> Result<Vec<Completion>> {
-        let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
-        let mut completions: Vec<Option<Completion>> = vec![None; seeds.len()];
-        let mut deliver = |place: usize, completion: Completion| {
-            let (Some(seed), Some(slot)) = (seeds.get(place), completions.get_mut(place)) else {
-                anyhow::bail!(
-                    "generator: delivered completion {place}, must be below {}",
-                    seeds.len()
-                );
-            };
-            let name = || format!("completion {} of prompt {}", seed.sample, seed.prompt);
-            ensure!(slot.is_none(), "generator: {} came twice", name());
-            completion
-                .validate(self.vocab_size)
-                .with_context(|| format!("generator: {}", name()))?;
-            *slot = Some(completion);
-            Ok(())
-        };
         let mut sampling = Cow::Borrowed(&self.config);
         if !stop_strings.is_empty() {
             sampling
@@ -286,26 +383,55 @@ impl<C: ModelConfig> Sampler<C> {
                 .extend_from_slice(stop_strings);
             sampling.validate()?;
         }
-        let batch = GenerationBatch {
-            prompts: requests,
-            sampling: &sampling,
-            decode: self.decode.as_deref(),
-            progress,
-            records_experts: self.records_experts,
-        };
-        self.generator.generate(&batch, &mut deliver)?;
+        let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
+        let mut completions: Vec<Option<Completion>> = vec![None; seeds.len()];
+        self.generate(requests, &sampling, progress, None, &mut |place, found| {
+            completions[place] = Some(found);
+        })?;
         completions
             .into_iter()
             .zip(seeds)
             .map(|(completion, seed)| {
-                completion.with_context(|| {
-                    format!(
-                        "generator: completion {} of prompt {} is missing",
-                        seed.sample, seed.prompt
-                    )
-                })
+                completion.with_context(|| format!("generator: {} is missing", name(seed)))
             })
             .collect()
+    }
+
+    /// Calls the generator, and passes valid completions that have ended to `receive` with their
+    /// places, each one once.
+    fn generate(
+        &self,
+        requests: &[PromptRequest<'_>],
+        sampling: &SamplingConfig,
+        progress: &dyn Progress,
+        partial: Option<Partial<'_>>,
+        receive: &mut (dyn FnMut(usize, Completion) + Send),
+    ) -> Result<()> {
+        let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
+        let mut came = vec![false; seeds.len()];
+        let mut deliver = |place: usize, completion: Completion| {
+            let (Some(&seed), Some(came)) = (seeds.get(place), came.get_mut(place)) else {
+                anyhow::bail!(
+                    "generator: delivered completion {place}, must be below {}",
+                    seeds.len()
+                );
+            };
+            ensure!(!*came, "generator: {} came twice", name(seed));
+            let valid = completion.validate(self.vocab_size);
+            valid.with_context(|| format!("generator: {}", name(seed)))?;
+            *came = true;
+            receive(place, completion);
+            Ok(())
+        };
+        let batch = GenerationBatch {
+            prompts: requests,
+            sampling,
+            decode: self.decode.as_deref(),
+            progress,
+            records_experts: self.records_experts,
+            partial,
+        };
+        self.generator.generate(&batch, &mut deliver)
     }
 
     fn requests<'a>(
@@ -337,6 +463,10 @@ impl<C: ModelConfig> Sampler<C> {
             })
             .collect()
     }
+}
+
+fn name(seed: CompletionSeed) -> String {
+    format!("completion {} of prompt {}", seed.sample, seed.prompt)
 }
 
 /// Passes tokens on. The unit of progress is a trajectory, and not a turn.

@@ -287,7 +287,7 @@ fn collect<C: ModelConfig>(
 ) -> Result<Collection> {
     let weights = request.weights.as_ref().map(Snapshot::weights);
     let scores = request.scores.as_ref();
-    collector.draw(request.step, visited, weights.as_ref(), scores)
+    collector.draw(request.step, visited, weights.as_ref(), scores, Vec::new())
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {

@@ -54,6 +54,11 @@ impl<C: ModelConfig> Trainer<C> {
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
         let prompts = Arc::clone(&self.collector.prompts);
         self.state = self.models.load(folder, &self.state, &prompts)?;
+        let unfinished = self.state.unfinished_groups.len();
+        if unfinished > 0 && !self.config.rollout.partial {
+            tracing::warn!("rollout.partial: false, so {unfinished} unfinished groups are lost");
+            self.state.unfinished_groups.clear();
+        }
         self.torn = false;
         self.last = None;
         self.discard_collected();

@@ -19,7 +19,7 @@ use super::step;
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::ranks::Ranks;
-use crate::rollout::{PolicyWeights, Trajectories};
+use crate::rollout::{PolicyWeights, Trajectories, UnfinishedGroup};
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 use candle_grpo_base::progress::Phase;
 
@@ -43,8 +43,10 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         weights: &PolicyWeights<'_, C>,
         state: &TrainerState,
     ) -> Result<Collection> {
-        let (step, visited) = (state.steps + 1, state.visited);
-        self.draw(step, visited, Some(weights), state.task_scores.as_ref())
+        let step = state.steps + 1;
+        let scores = state.task_scores.as_ref();
+        let groups = state.unfinished_groups.clone();
+        self.draw(step, state.visited, Some(weights), scores, groups)
     }
 }
 
@@ -79,6 +81,8 @@ pub(super) struct Collection {
     greedy_scores: Option<Vec<f32>>,
     /// The number of visited positions in the order of prompts after the step.
     pub(super) visited: usize,
+    /// The groups to continue in later steps.
+    pub(super) unfinished_groups: Vec<UnfinishedGroup>,
     /// The number of groups that were drawn again because they were too old. Absent if nothing is
     /// drawn ahead.
     pub(super) regenerated_groups: Option<usize>,
@@ -240,13 +244,15 @@ impl<C: ModelConfig> Collector<C> {
 
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
     /// prompts after the first `visited` positions of their order. A curriculum draws them by
-    /// `scores`.
+    /// `scores`. With [`RolloutConfig::partial`](crate::rollout::RolloutConfig::partial), continues
+    /// the groups of earlier steps.
     pub(super) fn draw(
         &self,
         step: usize,
         visited: usize,
         weights: Option<&PolicyWeights<'_, C>>,
         scores: Option<&TaskScores>,
+        mut unfinished_groups: Vec<UnfinishedGroup>,
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
         let mut visited = visited;
@@ -258,13 +264,23 @@ impl<C: ModelConfig> Collector<C> {
         }
         // The sampling round of each group.
         let mut round_of = Vec::new();
-        let mut drawn = Vec::new();
+        let mut drawn: Vec<usize> = unfinished_groups.iter().map(|group| group.row).collect();
         let mut sample = |count: usize, round: usize| {
-            let rows = self.next_prompts(scores, visited, count, &drawn)?;
-            visited += count;
             round_of.resize(round_of.len() + count, round);
+            let new = match round {
+                0 => self.config.prompts_in_flight(),
+                _ => count,
+            };
+            let new = new.saturating_sub(unfinished_groups.len());
+            let rows = self.next_prompts(scores, visited, new, &drawn)?;
+            visited += new;
             drawn.extend_from_slice(&rows);
-            self.sample_groups(rows, step, round, &mut seconds)
+            if self.config.rollout.partial {
+                let groups = &mut unfinished_groups;
+                self.continue_groups(groups, (rows, count), step, round, &mut seconds)
+            } else {
+                self.sample_groups(rows, step, round, &mut seconds)
+            }
         };
         let mut all = sample(needed, 0)?;
         let kept: Vec<usize> = match self.config.recipe.group_filter {
@@ -306,6 +322,7 @@ impl<C: ModelConfig> Collector<C> {
             kept,
             greedy_scores,
             visited,
+            unfinished_groups,
             regenerated_groups: None,
             seconds,
         })
@@ -325,6 +342,43 @@ impl<C: ModelConfig> Collector<C> {
         collection.all.replace(groups, drawn)
     }
 
+    /// Starts groups for the prompts at `rows` in a sampling round of a step, and continues them
+    /// and `groups` until `count` are whole. Scores these, and leaves the others in `groups`.
+    fn continue_groups(
+        &self,
+        groups: &mut Vec<UnfinishedGroup>,
+        (rows, count): (Vec<usize>, usize),
+        step: usize,
+        round: usize,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<RolloutGroups> {
+        let (prompts, num_generations) = (&self.prompts, self.config.num_generations);
+        let at = (step, stream(step, round));
+        let started = self
+            .sampler
+            .start_groups(prompts, &rows, num_generations, at);
+        groups.extend(started);
+        let oldest = step.saturating_sub(self.config.rollout.max_continuations);
+        let units = count * num_generations;
+        self.draw_and_score(&self.config.sampling, units, seconds, || {
+            self.sampler
+                .continue_groups(prompts, groups, count, oldest)?;
+            let mut whole = RolloutGroups::none(num_generations);
+            let mut taken = 0;
+            for group in groups.extract_if(.., |group| {
+                let takes = taken < count && group.is_whole();
+                taken += usize::from(takes);
+                takes
+            }) {
+                let prompt = &prompts[group.row];
+                whole.rows.push(group.row);
+                let rollouts = group.into_rollouts(prompt);
+                whole.rollouts.extend(rollouts);
+            }
+            Ok(whole)
+        })
+    }
+
     /// Draws and scores the groups of the prompts at `rows` in a sampling round of a step.
     fn sample_groups(
         &self,
@@ -333,9 +387,13 @@ impl<C: ModelConfig> Collector<C> {
         round: usize,
         seconds: &mut PhaseSeconds,
     ) -> Result<RolloutGroups> {
-        let stream = stream(step, round);
-        let num_generations = self.config.num_generations;
-        self.draw_and_score(&self.sampler, rows, num_generations, stream, seconds)
+        self.draw_rows(
+            &self.sampler,
+            rows,
+            self.config.num_generations,
+            stream(step, round),
+            seconds,
+        )
     }
 
     /// The score of the greedy completion of each of the prompts at `rows`. Environments start as
@@ -351,10 +409,10 @@ impl<C: ModelConfig> Collector<C> {
             greedy: true,
             ..self.config.sampling.clone()
         })?;
-        self.draw_and_score(&sampler, rows, 1, stream(step, round), seconds)
+        self.draw_rows(&sampler, rows, 1, stream(step, round), seconds)
     }
 
-    fn draw_and_score(
+    fn draw_rows(
         &self,
         sampler: &Sampler<C>,
         rows: Vec<usize>,
@@ -362,30 +420,52 @@ impl<C: ModelConfig> Collector<C> {
         stream: u64,
         seconds: &mut PhaseSeconds,
     ) -> Result<RolloutGroups> {
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let units = sampler.share(rows.len()).len() * num_generations;
         let mut own = RolloutGroups::none(num_generations);
         if units > 0 {
-            let turn = self.generator.wait(&*self.progress)?;
-            let start = Instant::now();
-            self.progress.begin(Phase::Sample, units);
-            own = step::collect(sampler, &prompts, num_generations, stream)?;
-            drop(turn);
-            let sampled = Instant::now();
-            self.progress.begin(Phase::Score, units);
-            let (reward, sampling) = (&*self.reward, sampler.config());
-            step::score(&mut own, &prompts, reward, sampling, &self.tokenizer)?;
-            self.progress.advance(units, 0);
-            ensure_not_canceled(&*self.progress)?;
-            seconds.sample += (sampled - start).as_secs_f64();
-            seconds.score += sampled.elapsed().as_secs_f64();
-            own.rows.iter_mut().for_each(|row| *row = rows[*row]);
+            own = self.draw_and_score(sampler.config(), units, seconds, || {
+                let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+                let mut groups = step::collect(sampler, &prompts, num_generations, stream)?;
+                groups.rows.iter_mut().for_each(|row| *row = rows[*row]);
+                Ok(groups)
+            })?;
         }
         if self.exchanges {
             RolloutGroups::of_all_ranks(sampler.ranks().gather(own)?)
         } else {
             Ok(own)
         }
+    }
+
+    /// Samples `units` completions with `sample`, whose groups have rows of [`Self::prompts`], and
+    /// scores them.
+    fn draw_and_score(
+        &self,
+        sampling: &SamplingConfig,
+        units: usize,
+        seconds: &mut PhaseSeconds,
+        sample: impl FnOnce() -> Result<RolloutGroups>,
+    ) -> Result<RolloutGroups> {
+        let turn = self.generator.wait(&*self.progress)?;
+        let start = Instant::now();
+        self.progress.begin(Phase::Sample, units);
+        let mut groups = sample()?;
+        drop(turn);
+        let sampled = Instant::now();
+        self.progress.begin(Phase::Score, units);
+        let prompts: Vec<&Prompt> = self.prompts.iter().collect();
+        step::score(
+            &mut groups,
+            &prompts,
+            &*self.reward,
+            sampling,
+            &self.tokenizer,
+        )?;
+        self.progress.advance(units, 0);
+        ensure_not_canceled(&*self.progress)?;
+        seconds.sample += (sampled - start).as_secs_f64();
+        seconds.score += sampled.elapsed().as_secs_f64();
+        Ok(groups)
     }
 }
 

@@ -136,7 +136,7 @@ impl MemoryPlan {
     ) -> Result<Self> {
         at_least_one("world_size", world_size)?;
         config.validate()?;
-        let (group, step) = (config.num_generations, config.prompts_per_step);
+        let (group, in_flight) = (config.num_generations, config.prompts_in_flight());
         let update = Update::new(config, prompt_tokens);
         let drawn_passes = update.passes(config.micro_batches()?);
         let mut passes = drawn_passes.to_vec();
@@ -162,7 +162,7 @@ impl MemoryPlan {
         let all: usize = shapes.iter().map(Shape::elem_count).sum();
         let needs = Needs::new(config, None);
         let draws = Draws {
-            prompts: step,
+            prompts: in_flight,
             samples_per_prompt: group,
             prompt_tokens,
             sampling: &config.sampling,

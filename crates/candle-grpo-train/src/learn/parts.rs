@@ -146,6 +146,10 @@ impl<C: ModelConfig> TrainerParts<C> {
             "none",
             "be given, as the settings have them",
         )?;
+        let partial = self.config.rollout.partial;
+        let must = "be false with environments, whose trajectories end in their step";
+        let valid = !partial || self.environments.is_none();
+        check(valid, "rollout.partial", partial, must)?;
         let recipe = &self.config.recipe;
         check(
             recipe.distillation_loss.is_none() || self.teacher.is_some(),
@@ -154,6 +158,13 @@ impl<C: ModelConfig> TrainerParts<C> {
             "be given, as recipe.distillation_loss learns from it",
         )?;
         let world_size = self.collective.world_size();
+        let one = format!("be false with {world_size} processes, each of which ends its own part");
+        check(
+            world_size == 1 || !partial,
+            "rollout.partial",
+            partial,
+            &one,
+        )?;
         let must = format!("be another one with {world_size} processes, which share out sequences");
         Ok(check(
             world_size == 1 || recipe.policy_loss.surrogate.level() != LossLevel::Group,

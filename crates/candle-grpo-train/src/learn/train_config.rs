@@ -366,6 +366,18 @@ impl TrainConfig {
             self.rollout.max_staleness,
             "be 0 without recipe.policy_loss.rollout_correction, which corrects for older weights",
         )?;
+        check::check(
+            !self.rollout.partial || self.recipe.policy_loss.rollout_correction.is_some(),
+            "rollout.partial",
+            true,
+            "be false without recipe.policy_loss.rollout_correction, which corrects for older weights",
+        )?;
+        if let Some(prompts) = self.rollout.prompts_in_flight {
+            let step = self.prompts_per_step;
+            let must = format!("be from prompts_per_step, {step}, to twice as many");
+            let valid = prompts >= step && prompts <= step.saturating_mul(2);
+            check::check(valid, "rollout.prompts_in_flight", prompts, &must)?;
+        }
         Ok(())
     }
 
@@ -408,6 +420,15 @@ impl TrainConfig {
             "be local for a custom model, which the servers do not have",
         )?;
         Ok(())
+    }
+
+    /// Number of groups that are sampled at once.
+    pub(crate) fn prompts_in_flight(&self) -> usize {
+        let step = self.prompts_per_step;
+        match (self.rollout.partial, self.rollout.prompts_in_flight) {
+            (false, _) => step,
+            (true, prompts) => prompts.unwrap_or(step.saturating_mul(2)),
+        }
     }
 
     /// Returns whether a step makes one update of the policy at most.

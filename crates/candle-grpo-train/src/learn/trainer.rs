@@ -132,6 +132,9 @@ impl<C: ModelConfig> Trainer<C> {
         let weights = self.models.weights(self.version());
         let collection = self.source.collect(&weights, &self.state)?;
         state.visited = collection.visited;
+        state
+            .unfinished_groups
+            .clone_from(&collection.unfinished_groups);
         let all = &collection.all;
         ensure_some_worked(all.rollouts.iter().map(Rollout::failure))?;
         if let Some(scores) = &mut state.task_scores {
@@ -167,11 +170,16 @@ impl<C: ModelConfig> Trainer<C> {
             )?;
             metrics.add_updates(found);
         }
-        if self.config.rollout.max_staleness > 0 {
+        if self.config.rollout.trains_on_older_weights() {
             let version = self.version();
             metrics
                 .policy
                 .extend(staleness_metrics(&collection, version)?);
+        }
+        if self.config.rollout.partial {
+            let unfinished = collection.unfinished_groups.len() as f64;
+            let name = "unfinished_groups".to_owned();
+            metrics.policy.insert(name, unfinished);
         }
         let curriculum = self.collector.curriculum.as_ref();
         if let (Some(curriculum), Some(scores)) = (curriculum, &state.task_scores) {

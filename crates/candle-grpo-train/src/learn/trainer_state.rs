@@ -1,6 +1,7 @@
 //! A run's state in memory.
 
 use crate::TrainConfig;
+use crate::rollout::UnfinishedGroup;
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::rewards::RunningState;
 use candle_grpo_core::selection::TaskScores;
@@ -28,6 +29,10 @@ pub struct TrainerState {
     pub adaptive_entropy: Option<AdaptiveEntropy>,
     /// Each prompt's latest mean reward, for a curriculum.
     pub task_scores: Option<TaskScores>,
+    /// Groups to continue in later steps, with
+    /// [`RolloutConfig::partial`](crate::rollout::RolloutConfig::partial).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unfinished_groups: Vec<UnfinishedGroup>,
 }
 
 impl TrainerState {

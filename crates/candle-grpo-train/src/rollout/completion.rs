@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use candle_grpo_rewards::FinishReason;
 
+use super::CompletionSeed;
 use super::episode::Episode;
-use crate::Sequence;
+use crate::{Prompt, Sequence};
 
 /// The tokens that a [`Generator`](crate::Generator) sampled after one prompt. Every vector except
 /// [`experts`](Self::experts) has one entry per token.
@@ -179,6 +180,18 @@ pub struct Row {
 }
 
 impl Rollout {
+    /// Creates a rollout of one turn after `prompt`.
+    pub(crate) fn single(seed: CompletionSeed, prompt: &Prompt, completion: Completion) -> Self {
+        Self {
+            prompt_index: seed.prompt,
+            sample_index: seed.sample as usize,
+            prompt_tokens: prompt.tokens.clone(),
+            completion,
+            episode: None,
+            branches: Vec::new(),
+        }
+    }
+
     /// Returns each row's prompt and completion: first [`Self::branches`], then the row with the
     /// last turn. Each is a sequence of the trajectory.
     pub fn rows(&self) -> impl Iterator<Item = (&[u32], &Completion)> {

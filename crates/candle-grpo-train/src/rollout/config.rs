@@ -98,6 +98,17 @@ pub struct RolloutConfig {
     /// trains. With 0, sampling and training alternate. Above 0, completions for later steps are
     /// sampled while the policy trains, and the loss must have a rollout correction.
     pub max_staleness: usize,
+    /// If true, a step ends its sampling as soon as enough groups are whole. The other completions
+    /// continue in the next step, with its weights, and keep their tokens. Long completions then
+    /// no longer leave the sampler with a few rows. Needs engine `local`, and a rollout
+    /// correction in the loss.
+    pub partial: bool,
+    /// Number of groups that are sampled at once with `partial`. From `prompts_per_step` to twice
+    /// as many. Absent: twice as many.
+    pub prompts_in_flight: Option<usize>,
+    /// With `partial`, maximum number of later steps that continue a group. The last of them
+    /// samples it to its end, so a token is at most as many updates old.
+    pub max_continuations: usize,
     /// Maximum mean absolute difference between the engine's and the policy's log-probs, over the
     /// tokens in a probe. It is checked at the start and after each weight transfer.
     pub log_prob_tolerance: f64,
@@ -119,6 +130,9 @@ impl Default for RolloutConfig {
             weight_sync_folder: None,
             weight_sync_steps: 1,
             max_staleness: 0,
+            partial: false,
+            prompts_in_flight: None,
+            max_continuations: 4,
             log_prob_tolerance: 0.05,
         }
     }
@@ -158,6 +172,17 @@ impl RolloutConfig {
             "be at most max_staleness + 1",
         )?;
         let engine = Name(&self.engine);
+        at_least_one("max_continuations", self.max_continuations)?;
+        if self.partial {
+            let must =
+                format!("be false with engine {engine}, which samples completions to their end");
+            check(self.engine.is_local(), "partial", true, &must)?;
+            let must = "be false with max_staleness above 0";
+            check(self.max_staleness == 0, "partial", true, must)?;
+        } else if let Some(prompts) = self.prompts_in_flight {
+            let must = "be absent unless partial is true";
+            check(false, "prompts_in_flight", prompts, must)?;
+        }
         let sync = Name(&self.weight_sync);
         if self.engine.is_local() {
             let none = self.base_url.is_empty();
@@ -192,6 +217,11 @@ impl RolloutConfig {
             check(takes, "weight_sync", sync, &must)?;
         }
         Ok(())
+    }
+
+    /// Returns true if a step may train on tokens from older weights than its own.
+    pub(crate) fn trains_on_older_weights(&self) -> bool {
+        self.max_staleness > 0 || self.partial
     }
 
     /// Returns true if the engine is a server that never receives weights.
@@ -237,6 +267,10 @@ impl RolloutConfig {
                 self.weight_sync_steps == plain.weight_sync_steps,
             ),
             ("max_staleness", self.max_staleness == plain.max_staleness),
+            (
+                "max_continuations",
+                self.max_continuations == plain.max_continuations,
+            ),
             (
                 "log_prob_tolerance",
                 self.log_prob_tolerance == plain.log_prob_tolerance,

@@ -4,6 +4,7 @@ use anyhow::{Context, Result};
 use candle_grpo_nn::{DecoderConfig, Export, Lora, ModelConfig, Parameters};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
+use serde::{Deserialize, Serialize};
 
 use super::Completion;
 use super::SamplingConfig;
@@ -67,7 +68,8 @@ pub trait Generator<C = DecoderConfig>: Send + Sync {
     /// any order.
     ///
     /// The first argument to `deliver` is the completion's place in the batch: the first prompt's
-    /// completions come first, in the order of its seeds. Every place must be delivered once.
+    /// completions come first, in the order of its seeds. Every place must be delivered once,
+    /// unless `batch` is [partial](GenerationBatch::partial).
     ///
     /// # Errors
     ///
@@ -136,6 +138,24 @@ pub struct GenerationBatch<'a> {
     /// If true, and the model has experts, they are recorded in
     /// [`Completion::experts`](super::Completion::experts).
     pub records_experts: bool,
+    /// Lets the call end before all completions have ended. A generator may ignore it, and sample
+    /// all completions from their start to their end.
+    pub partial: Option<Partial<'a>>,
+}
+
+/// A call that continues completions, and ends as soon as enough of them have ended.
+#[derive(Clone, Copy)]
+pub struct Partial<'a> {
+    /// The beginning of each completion in the batch, by its place: at least one token, and fewer
+    /// than the request's `max_new_tokens`, which counts them. Their weight versions and log-probs
+    /// stay as they are. `None` for a completion without tokens.
+    pub begun: &'a [Option<Completion>],
+    /// Returns true once no further tokens are needed. The answer changes while completions are
+    /// delivered.
+    pub is_enough: &'a (dyn Fn() -> bool + Sync),
+    /// Receives the completions that have tokens but have not ended when the call ends, with their
+    /// places. Their finish reason is ignored.
+    pub unfinished: &'a (dyn Fn(usize, Completion) -> Result<()> + Sync),
 }
 
 /// A prompt, and the completions to sample for it.
@@ -152,7 +172,8 @@ pub struct PromptRequest<'a> {
 
 /// A completion's identity, which determines its random numbers. They do not depend on the other
 /// completions in a batch, their order, or the number of threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CompletionSeed {
     /// [`SamplingConfig::seed`].
     pub seed: u64,

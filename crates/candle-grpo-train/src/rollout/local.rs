@@ -93,7 +93,7 @@ struct Computed {
     experts: Option<Vec<u16>>,
 }
 
-/// A completion that has not ended.
+/// A completion that has not ended. All vectors have an entry for each token, except the experts.
 struct Live {
     place: usize,
     /// Index of its prompt.
@@ -107,6 +107,7 @@ struct Live {
     tokens: Vec<u32>,
     log_probs: Vec<f32>,
     drawn_log_probs: Vec<f32>,
+    weight_versions: Vec<u64>,
     /// Experts for all tokens but the last one, if they are recorded.
     experts: Option<Vec<u16>>,
     end: Option<FinishReason>,
@@ -236,6 +237,20 @@ impl<C: ModelConfig> LocalGenerator<C> {
                 );
             }
         }
+        let Some(partial) = batch.partial else {
+            return Ok(());
+        };
+        let requests = batch.prompts.iter();
+        let most = requests.flat_map(|r| r.seeds.iter().map(|_| r.max_new_tokens));
+        for (place, (begun, most)) in partial.begun.iter().zip(most).enumerate() {
+            let Some(begun) = begun else { continue };
+            let valid = begun.validate(vocabulary);
+            valid.with_context(|| format!("begun[{place}]"))?;
+            ensure!(
+                begun.tokens.len() < most && begun.log_probs.is_some(),
+                "begun[{place}]: must have fewer than {most} tokens, and their log_probs"
+            );
+        }
         Ok(())
     }
 }
@@ -295,6 +310,13 @@ impl Run<'_> {
             if self.batch.progress.is_canceled() {
                 return Err(Interrupted.into());
             }
+            if let Some(partial) = self.batch.partial
+                && (partial.is_enough)()
+            {
+                let left = live.into_iter().chain(waiting);
+                let mut left = left.filter(|l| !l.tokens.is_empty());
+                return left.try_for_each(|l| (partial.unfinished)(l.place, l.into_completion()));
+            }
             if !live.is_empty() {
                 if steps == STEPS_BEFORE_PACKING {
                     self.decoding.pack_weights();
@@ -342,8 +364,10 @@ impl Run<'_> {
             });
             self.prompts[prompt].waiting += request.seeds.len();
             for &seed in &request.seeds {
-                waiting.push_back(Live {
-                    place: waiting.len(),
+                let place = waiting.len();
+                let begun = self.batch.partial.and_then(|p| p.begun.get(place)?.clone());
+                let mut l = Live {
+                    place,
                     prompt,
                     seed,
                     max_new_tokens: request.max_new_tokens,
@@ -352,9 +376,14 @@ impl Run<'_> {
                     tokens: Vec::new(),
                     log_probs: Vec::new(),
                     drawn_log_probs: Vec::new(),
+                    weight_versions: Vec::new(),
                     experts: None,
                     end: None,
-                });
+                };
+                if let Some(begun) = begun {
+                    l.begin_with(begun, self.batch.sampling);
+                }
+                waiting.push_back(l);
             }
         }
         waiting
@@ -604,6 +633,7 @@ impl Run<'_> {
     /// Samples each completion's next token, from its row in `logits`.
     fn draw(&self, logits: &Tensor, rows: &[usize], live: &mut [Live]) -> Result<()> {
         let (sampling, stop_strings) = (self.batch.sampling, self.stop_strings.as_ref());
+        let version = self.version;
         let draws: Vec<Draw> = live
             .iter_mut()
             .zip(rows)
@@ -624,7 +654,7 @@ impl Run<'_> {
             .zip(drawn)
             .map(|((l, &row), drawn)| {
                 let added = match drawn {
-                    Some(drawn) => l.add(drawn, sampling, stop_strings),
+                    Some(drawn) => l.add(drawn, version, sampling, stop_strings),
                     None => no_token(&logits.get(row)?),
                 };
                 added.with_context(|| {
@@ -649,16 +679,7 @@ impl Run<'_> {
         }
         for l in live.extract_if(.., |l| l.end.is_some()) {
             self.decoding.remove(l.sequence()?)?;
-            let completion = Completion {
-                weight_versions: vec![self.version; l.tokens.len()],
-                tokens: l.tokens,
-                drawn_log_probs: l.drawn_log_probs,
-                log_probs: Some(l.log_probs),
-                written: None,
-                finish_reason: l.end.unwrap_or(FinishReason::Length),
-                experts: l.experts,
-            };
-            deliver(l.place, completion)?;
+            deliver(l.place, l.into_completion())?;
         }
         self.batch.progress.advance(drawn - live.len(), drawn);
         Ok(())
@@ -683,6 +704,32 @@ impl Live {
         self.sequence.context("a completion has no sequence")
     }
 
+    /// Starts with the tokens of an earlier call, and with the random numbers after theirs.
+    fn begin_with(&mut self, begun: Completion, sampling: &SamplingConfig) {
+        if !sampling.greedy {
+            for _ in &begun.tokens {
+                uniform(&mut self.random);
+            }
+        }
+        self.log_probs = begun.log_probs.unwrap_or_default();
+        self.tokens = begun.tokens;
+        self.drawn_log_probs = begun.drawn_log_probs;
+        self.weight_versions = begun.weight_versions;
+        self.experts = begun.experts;
+    }
+
+    fn into_completion(self) -> Completion {
+        Completion {
+            tokens: self.tokens,
+            drawn_log_probs: self.drawn_log_probs,
+            log_probs: Some(self.log_probs),
+            written: None,
+            weight_versions: self.weight_versions,
+            finish_reason: self.end.unwrap_or(FinishReason::Length),
+            experts: self.experts,
+        }
+    }
+
     /// Returns how many of at most `most` more tokens it may have.
     fn more(&self, most: usize) -> usize {
         most.min(self.max_new_tokens - self.tokens.len())
@@ -692,6 +739,7 @@ impl Live {
     fn add(
         &mut self,
         drawn: DrawnToken,
+        version: u64,
         sampling: &SamplingConfig,
         stop_strings: Option<&StopStrings<'_>>,
     ) -> Result<()> {
@@ -699,6 +747,7 @@ impl Live {
         self.log_probs.push(drawn.log_prob);
         self.drawn_log_probs.push(drawn.drawn_log_prob);
         self.tokens.push(token);
+        self.weight_versions.push(version);
         let at_string = match stop_strings {
             Some(stop_strings) => stop_strings.end(&self.tokens)?,
             None => false,

@@ -17,6 +17,7 @@ mod local;
 pub(crate) mod sampling_config;
 mod stop_strings;
 mod trajectories;
+mod unfinished;
 
 pub use candle_grpo_rewards::FinishReason;
 pub use completion::{Completion, Rollout, Row};
@@ -25,9 +26,11 @@ pub use config::{RolloutConfig, WeightSync};
 pub use decode::answer_text;
 pub use engine_kind::Engine;
 pub use generator::{
-    CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
+    CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, Partial, PolicyWeights,
+    PromptRequest,
 };
 pub use local::LocalGenerator;
 pub(crate) use local::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 pub use sampling_config::SamplingConfig;
 pub use trajectories::{DrawTurns, Play, Trajectories};
+pub use unfinished::{UnfinishedCompletion, UnfinishedGroup};

@@ -1,6 +1,6 @@
 //! A run's state, in memory and on disk.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;
 
@@ -45,25 +45,45 @@ struct StateFile {
     /// Checksum of the initial weights, if adapters or a fixed reference need them, since they are
     /// not saved.
     base_sha256: Option<String>,
-    /// [Names](prompt_names) of the prompts that have a score in the state, because their indices
-    /// change with the data rows. Absent without a curriculum.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    scored_prompts: Option<BTreeMap<usize, String>>,
+    /// [Names](prompt_names) of the prompts in the state, because their indices change with the
+    /// data rows: those with a score, and those of unfinished groups.
+    #[serde(
+        default,
+        alias = "scored_prompts",
+        skip_serializing_if = "BTreeMap::is_empty"
+    )]
+    prompt_names: BTreeMap<usize, String>,
 }
 
 impl StateFile {
-    /// Returns the state with scores for `prompts`, which may differ from the file's.
+    /// Returns the state for `prompts`, which may differ from the file's.
     fn state_for(self, prompts: &[Prompt]) -> TrainerState {
         let Self {
             mut state,
-            scored_prompts,
+            prompt_names: names,
             ..
         } = self;
-        if let (Some(scores), Some(names)) = (&mut state.task_scores, scored_prompts) {
-            let now = prompt_names(prompts).into_iter().enumerate();
-            let now: HashMap<String, usize> = now.map(|(number, name)| (name, number)).collect();
+        if names.is_empty() {
+            return state;
+        }
+        let now = prompt_names(prompts).into_iter().enumerate();
+        let now: HashMap<String, usize> = now.map(|(number, name)| (name, number)).collect();
+        let row_now = |row: usize| now.get(names.get(&row)?).copied();
+        let before = state.unfinished_groups.len();
+        state.unfinished_groups.retain_mut(|group| {
+            let row = row_now(group.row);
+            group.row = row.unwrap_or(group.row);
+            row.is_some()
+        });
+        let lost = before - state.unfinished_groups.len();
+        if lost > 0 {
+            tracing::warn!(
+                "{lost} of {before} unfinished groups are lost: their prompts are not among the training rows now"
+            );
+        }
+        if let Some(scores) = &mut state.task_scores {
             let before = scores.tasks().count();
-            *scores = scores.renumber(|task| now.get(names.get(&task)?).copied());
+            *scores = scores.renumber(row_now);
             let lost = before - scores.tasks().count();
             if lost > 0 {
                 tracing::warn!(
@@ -169,15 +189,19 @@ impl<C: ModelConfig> Models<C> {
                 .optimizer()
                 .save_state(&folder.join(CRITIC_OPTIMIZER))?;
         }
-        let names = |scores: &TaskScores| {
-            let names = prompt_names(prompts);
-            let name = |task: usize| Some((task, names.get(task)?.clone()));
-            scores.tasks().filter_map(name).collect()
+        let scored = state.task_scores.iter().flat_map(TaskScores::tasks);
+        let rows = scored.chain(state.unfinished_groups.iter().map(|group| group.row));
+        let rows: BTreeSet<usize> = rows.collect();
+        let names = if rows.is_empty() {
+            Vec::new()
+        } else {
+            prompt_names(prompts)
         };
+        let name = |row: usize| Some((row, names.get(row)?.clone()));
         let file = StateFile {
             state: state.clone(),
             base_sha256: self.base_sha256()?,
-            scored_prompts: state.task_scores.as_ref().map(names),
+            prompt_names: rows.into_iter().filter_map(name).collect(),
         };
         Ok(atomic_file::write(
             &folder.join(STATE),

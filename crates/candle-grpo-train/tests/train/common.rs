@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{PaddedTokens, PolicyLoss};
-use candle_grpo_nn::{AdamWConfig, DecoderConfig, ModelType, Parameters};
+use candle_grpo_nn::{AdamWConfig, DecoderConfig, LayerType, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
 use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
@@ -32,6 +32,20 @@ pub(crate) fn model_with_experts() -> DecoderConfig {
         num_experts_per_tok: 2,
         moe_intermediate_size: 8,
         head_dim: Some(model().head_dim()),
+        ..model()
+    }
+}
+
+/// A model with one attention block and one gated delta rule block.
+pub(crate) fn model_with_states() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Qwen3_5,
+        layer_types: vec![LayerType::LinearAttention, LayerType::FullAttention],
+        linear_conv_kernel_dim: Some(4),
+        linear_key_head_dim: Some(32),
+        linear_value_head_dim: Some(32),
+        linear_num_key_heads: Some(2),
+        linear_num_value_heads: Some(4),
         ..model()
     }
 }

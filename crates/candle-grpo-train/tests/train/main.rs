@@ -21,6 +21,7 @@ mod environment;
 mod excluded;
 mod generator;
 mod memory_fit;
+mod partial;
 mod pretrained;
 mod ranks;
 mod real_model;

@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
-    END, actor_config, max_difference, model, model_with_experts, parameters, parameters_of,
-    parameters_on, prompts, sampler, sampling, tokenizer,
+    END, actor_config, max_difference, model, model_with_experts, model_with_states, parameters,
+    parameters_of, parameters_on, prompts, sampler, sampling, tokenizer,
 };
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{Decoder, DecoderConfig, LayerType, ModelType};
+use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
 use candle_grpo_test_support::{CudaCalls, assert_close, cases, device, devices, stay_on_cpu};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
@@ -477,17 +477,11 @@ fn long_model_with_experts() -> DecoderConfig {
     }
 }
 
-/// A model with one attention block and one gated delta rule block.
 fn long_model_with_states() -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Qwen3_5,
-        layer_types: vec![LayerType::LinearAttention, LayerType::FullAttention],
-        linear_conv_kernel_dim: Some(4),
-        linear_key_head_dim: Some(32),
-        linear_value_head_dim: Some(32),
-        linear_num_key_heads: Some(2),
-        linear_num_value_heads: Some(4),
-        ..long_model()
+        head_dim: long_model().head_dim,
+        max_position_embeddings: long_model().max_position_embeddings,
+        ..model_with_states()
     }
 }
 

@@ -111,6 +111,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("async_generation_ratio", "rollout.max_staleness"),
     ("trigger_parameter_sync_step", "rollout.weight_sync_steps"),
     ("staleness_threshold", "rollout.max_staleness"),
+    ("partial_rollout", "rollout.partial"),
+    ("over_sampling_batch_size", "rollout.prompts_in_flight"),
     ("max_off_policy_steps", "rollout.max_staleness"),
     // Optimizer and schedule.
     ("optim", "optimizer"),

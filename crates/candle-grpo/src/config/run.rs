@@ -270,6 +270,11 @@ impl RunConfig {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
             return Err(Problem::at(REWARDS, message));
         }
+        if self.train.rollout.partial && self.environment.is_some() {
+            let message =
+                "true, must be false with an environment, whose trajectories end in their step";
+            return Err(Problem::at("rollout.partial", message));
+        }
         if self.train.turn_advantage.is_some() && self.environment.is_none() {
             let message = "given, must be absent without an environment";
             return Err(Problem::at("turn_advantage", message));

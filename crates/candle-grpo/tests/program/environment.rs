@@ -59,6 +59,12 @@ fn mistakes_are_named_with_their_lines() {
             "environment: {kind: game}\n",
             "must be one of program, tools, agent",
         ),
+        (
+            "rollout: {partial: true}
+recipe: {policy_loss: {rollout_correction: {weight: {max: 2.0}}}}
+environment: {kind: tools, tools: [{kind: calculator}]}\n",
+            "rollout.partial: true, must be false with an environment",
+        ),
     ] {
         let folder = folder(&(CONFIG.to_owned() + environment));
         let output = grpo(folder.path(), &["check", "run.yaml"]);

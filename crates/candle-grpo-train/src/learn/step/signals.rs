@@ -174,7 +174,7 @@ fn of_inputs(batch: &mut StepBatch, input: Input, config: &TrainConfig) -> Resul
     };
     let (old, rollout) = (of(Input::OldLogProbs)?, of(Input::RolloutLogProbs)?);
     let corrected = correction.compute(old, rollout, batch.tokens.response_mask())?;
-    if config.rollout.max_staleness > 0 {
+    if config.rollout.trains_on_older_weights() {
         let share = effective_sample_share(old, rollout, batch.tokens.response_mask())?;
         batch.metrics.insert("rollout_sample_share", single(share));
     }

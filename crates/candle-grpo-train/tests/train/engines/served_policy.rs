@@ -224,6 +224,7 @@ impl Drawing {
             decode: Some(&decode),
             progress: &NoProgress,
             records_experts: false,
+            partial: None,
         };
         let mut completions: Vec<Option<Completion>> = vec![None; draw.completions as usize];
         let mut deliver = |place: usize, completion: Completion| {
