@@ -392,10 +392,10 @@ impl PagedCache {
             wanted.slots = wanted.slots.min(share(least.slots));
         }
         let mut grown = self.grow(wanted);
+        if grown.is_err() && wanted != least {
+            grown = self.grow(least);
+        }
         if grown.is_err() {
-            if wanted != least {
-                grown = self.grow(least);
-            }
             self.limit = Some(self.bytes_of(self.allocated()));
         }
         grown.map(|()| true)

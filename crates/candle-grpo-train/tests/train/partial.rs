@@ -425,6 +425,35 @@ fn a_resumed_run_continues_the_same_groups(#[case] change: fn(&mut TrainConfig))
     ended.step().unwrap();
 }
 
+/// A step that failed after it had sampled is repeated with the same groups.
+#[test]
+fn a_failed_step_leaves_the_groups_of_the_step_before() {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let fails_in = |call: usize| {
+        let calls = Arc::clone(&calls);
+        calls.store(0, Ordering::Relaxed);
+        // A reward is called for each of 12 completions of a step.
+        move |sample: &Sample| {
+            let number = calls.fetch_add(1, Ordering::Relaxed);
+            if number == call {
+                f32::NAN
+            } else {
+                digest(sample)
+            }
+        }
+    };
+    let mut whole = trainer(fails_in(usize::MAX), config());
+    let expected = common::run(&mut whole, 4);
+    let mut trainer = trainer(fails_in(30), config());
+    let mut found = common::run(&mut trainer, 2);
+    let before = trainer.state().clone();
+    assert!(!before.unfinished_groups.is_empty());
+    trainer.step().unwrap_err();
+    assert_eq!(*trainer.state(), before);
+    found.extend(common::run(&mut trainer, 2));
+    assert_eq!(found, expected);
+}
+
 /// Groups follow their prompts if rows are added, and are lost with them.
 #[test]
 fn groups_follow_their_prompts() {

@@ -59,12 +59,6 @@ fn mistakes_are_named_with_their_lines() {
             "environment: {kind: game}\n",
             "must be one of program, tools, agent",
         ),
-        (
-            "rollout: {partial: true}
-recipe: {policy_loss: {rollout_correction: {weight: {max: 2.0}}}}
-environment: {kind: tools, tools: [{kind: calculator}]}\n",
-            "rollout.partial: true, must be false with an environment",
-        ),
     ] {
         let folder = folder(&(CONFIG.to_owned() + environment));
         let output = grpo(folder.path(), &["check", "run.yaml"]);
@@ -72,8 +66,22 @@ environment: {kind: tools, tools: [{kind: calculator}]}\n",
         assert!(said(&output).contains(words), "{}", said(&output));
     }
     let advantage = CONFIG.to_owned() + "turn_advantage: {gigpo: {}}\n";
-    let folder = folder(&advantage);
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
-    let words = "turn_advantage: given, must be absent without an environment";
-    assert!(said(&output).contains(words), "{}", said(&output));
+    let partial = CONFIG.replace(
+        "{coef: 0.01}",
+        "{coef: 0.01}, rollout_correction: {weight: {max: 2.0}}",
+    ) + "rollout: {partial: true}\nenvironment: {kind: program, command: [cat]}\n";
+    for (config, words) in [
+        (
+            advantage,
+            "turn_advantage: given, must be absent without an environment",
+        ),
+        (
+            partial,
+            "rollout.partial: true, must be false with an environment",
+        ),
+    ] {
+        let folder = folder(&config);
+        let output = grpo(folder.path(), &["check", "run.yaml"]);
+        assert!(said(&output).contains(words), "{}", said(&output));
+    }
 }
