@@ -71,6 +71,9 @@ pub(super) struct Probed {
 const MAKES_NAMESPACES: &str = "they can make user namespaces, in which they have all rights: the \
      limit of the disk and the missing network do not hold there";
 
+/// Abilities of programs without a count of processes of their own.
+const UNLIMITED_PROCESSES: &str = "the number of their processes is not limited";
+
 /// Abilities of programs whose loopback interface must be their own, and is not.
 const USES_NETWORK: &str = "they can use the network of this machine: only root gives them a \
      loopback interface of their own";
@@ -94,12 +97,6 @@ impl Sandbox {
                  of all kinds ({error:#})"
             )
         });
-        let probed = |sandbox, lacks: Option<String>| {
-            let lacks = lacks.into_iter().filter(|text| !text.is_empty());
-            let lacks: Vec<String> = lacks.chain(unfiltered).collect();
-            let lacks = Some(lacks.join("; ")).filter(|lacks| !lacks.is_empty());
-            Ok(Probed { sandbox, lacks })
-        };
         let mut sandbox = Self {
             isolation: Isolation::Missing,
             filter: filter.ok().map(Arc::new),
@@ -116,15 +113,8 @@ impl Sandbox {
             sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
             match sandbox.try_start() {
                 Ok(()) if sandbox.limits_processes()? => {
-                    let lacks = [
-                        (sandbox.makes_namespaces()?, MAKES_NAMESPACES),
-                        (sandbox.shares_network(), USES_NETWORK),
-                    ];
-                    let lacks: Vec<&str> = lacks
-                        .into_iter()
-                        .filter_map(|(is_so, text)| is_so.then_some(text))
-                        .collect();
-                    return probed(sandbox, Some(lacks.join("; ")));
+                    let lacks = sandbox.makes_namespaces()?.then_some(MAKES_NAMESPACES);
+                    return Ok(sandbox.probed(lacks.map(str::to_owned), unfiltered));
                 }
                 Ok(()) => {
                     limited.get_or_insert_with(|| sandbox.clone());
@@ -135,8 +125,8 @@ impl Sandbox {
             }
         }
         if let Some(sandbox) = limited {
-            let lacks = "the number of their processes is not limited".to_owned();
-            return probed(sandbox, Some(lacks));
+            let lacks = UNLIMITED_PROCESSES.to_owned();
+            return Ok(sandbox.probed(Some(lacks), unfiltered));
         }
         sandbox.isolation = Isolation::Missing;
         sandbox.cgroups = None;
@@ -158,10 +148,22 @@ impl Sandbox {
             .unwrap_or_default();
         let lacks = format!(
             "they can read and write files of this user, use the network and end other programs of \
-             this user, the number of their processes is not limited, and those in another session \
-             go on{memory}{secrets}; namespaces do not work here{reason}"
+             this user, {UNLIMITED_PROCESSES}, and those in another session go on{memory}{secrets}; \
+             namespaces do not work here{reason}"
         );
-        probed(sandbox, Some(lacks))
+        Ok(sandbox.probed(Some(lacks), unfiltered))
+    }
+
+    /// Returns this sandbox with what it lacks: `lacks`, its network, and the filter of calls.
+    fn probed(self, lacks: Option<String>, unfiltered: Option<String>) -> Probed {
+        let network = self.is_isolated() && self.shares_network();
+        let network = network.then(|| USES_NETWORK.to_owned());
+        let lacks = [lacks, network, unfiltered].into_iter().flatten();
+        let lacks: Vec<String> = lacks.collect();
+        Probed {
+            sandbox: self,
+            lacks: (!lacks.is_empty()).then(|| lacks.join("; ")),
+        }
     }
 
     fn works_in(&self, cgroups: &Cgroups) -> bool {
@@ -234,9 +236,14 @@ impl Sandbox {
         ))
     }
 
+    /// Returns whether a program has a loopback interface of its own.
+    fn has_own_loopback(&self) -> bool {
+        self.network == Network::Loopback && self.isolation == Isolation::Root
+    }
+
     /// Returns whether a program that must only use its own loopback interface has this machine's.
     fn shares_network(&self) -> bool {
-        self.network == Network::Loopback && self.isolation != Isolation::Root
+        self.network == Network::Loopback && !self.has_own_loopback()
     }
 
     /// Creates the directories and the cgroup for an execution.
@@ -263,9 +270,8 @@ impl Sandbox {
         command: &mut Command,
         server: Option<SocketAddr>,
     ) -> io::Result<(Child, Option<TcpListener>)> {
-        let has_own = self.network == Network::Loopback && !self.shares_network();
         on_thread(|| {
-            let listener = if has_own {
+            let listener = if self.has_own_loopback() {
                 loopback::enter(server)?
             } else {
                 None
@@ -386,4 +392,34 @@ pub(super) fn real_path(path: &Path) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
     let parent = path.parent()?.canonicalize().ok()?;
     Some(parent.join(path.file_name()?)).filter(|path| path.exists())
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shared_network_is_named_beside_other_gaps() {
+        let sandbox = |isolation, network| Sandbox {
+            isolation,
+            filter: None,
+            has_domain: false,
+            limits: CodeLimits::default(),
+            visible: Vec::new(),
+            network,
+            cgroups: None,
+        };
+        let lacks = |isolation, network, lacks: Option<&str>, unfiltered: Option<&str>| {
+            let [lacks, unfiltered] = [lacks, unfiltered].map(|text| text.map(str::to_owned));
+            sandbox(isolation, network).probed(lacks, unfiltered).lacks
+        };
+        let (user, loopback) = (Isolation::User, Network::Loopback);
+        let all = lacks(user, loopback, Some(UNLIMITED_PROCESSES), Some("filter"));
+        let expected = format!("{UNLIMITED_PROCESSES}; {USES_NETWORK}; filter");
+        assert_eq!(all, Some(expected));
+        let network = Some(USES_NETWORK.to_owned());
+        assert_eq!(lacks(user, loopback, None, None), network);
+        assert_eq!(lacks(Isolation::Root, loopback, None, None), None);
+        assert_eq!(lacks(user, Network::Host, None, None), None);
+    }
 }
