@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use candle_grpo_core::validate::{Checked, check};
 
 use super::CodeLimits;
 use super::cgroup::Cgroups;
@@ -35,6 +36,12 @@ const SYSTEM: [&str; 11] = [
     "/etc/localtime",
     "/nix/store",
 ];
+
+/// Directories that each isolated program has for itself. A visible directory would cover them.
+const OWN: [&str; 4] = ["/dev/shm", "/proc", "/tmp", "/work"];
+
+/// Maximum number of links in a chain.
+const MAX_LINKS: usize = 16;
 
 /// The kind of namespaces that programs run in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -368,35 +375,98 @@ pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> 
     })
 }
 
+/// Checks that isolated programs can have a path that an option names.
+pub(crate) fn check_visible(option: &str, path: &Path) -> Checked {
+    let covered = with_targets(path).iter().find_map(|path| covered(path));
+    let must = format!(
+        "not contain {}, which each isolated program has for itself",
+        covered.unwrap_or_default()
+    );
+    check(covered.is_none(), option, path.display(), &must)
+}
+
+/// Returns a directory of the program's own that would be covered by `path`.
+fn covered(path: &Path) -> Option<&'static str> {
+    let mut own = OWN.into_iter();
+    own.find(|own| Path::new(own).starts_with(path))
+}
+
 /// Returns the system directories, and `more` with links resolved and without paths that another
 /// one contains.
 fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = SYSTEM.iter().map(PathBuf::from).collect();
-    let mut more: Vec<PathBuf> = more.iter().filter_map(|path| real_path(path)).collect();
+    let mut more: Vec<PathBuf> = more.iter().flat_map(|path| with_targets(path)).collect();
     more.sort();
     for path in more {
-        // A directory around a visible one would cover it.
-        let is_new = !paths.iter().any(|shown| path.starts_with(shown));
-        let covers = SYSTEM
-            .iter()
-            .any(|shown| Path::new(shown).starts_with(&path));
-        if is_new && !covers {
-            paths.push(path);
+        if paths.iter().any(|shown| path.starts_with(shown)) {
+            continue;
         }
+        if let Some(own) = covered(&path) {
+            // An interpreter lists it, for example because it is in `PYTHONPATH`.
+            let path = path.display();
+            tracing::warn!("isolated programs do not see {path}, which would cover {own}");
+            continue;
+        }
+        paths.retain(|shown| !shown.starts_with(&path));
+        paths.push(path);
     }
     paths
+}
+
+/// Returns a path with links resolved as [`real_path`] does. If it is a link, its targets follow.
+pub(super) fn with_targets(path: &Path) -> Vec<PathBuf> {
+    let target = |path: &PathBuf| real_path(&path.parent()?.join(path.read_link().ok()?));
+    std::iter::successors(real_path(path), target)
+        .take(MAX_LINKS)
+        .collect()
 }
 
 /// Resolves links in the path, except in the last part, which may be a link that programs inspect.
 pub(super) fn real_path(path: &Path) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
+    let Some(name) = path.file_name() else {
+        return path.canonicalize().ok();
+    };
     let parent = path.parent()?.canonicalize().ok()?;
-    Some(parent.join(path.file_name()?)).filter(|path| path.exists())
+    Some(parent.join(name)).filter(|path| path.exists())
 }
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
+
+    fn visible(paths: &[&str]) -> Vec<PathBuf> {
+        visible_paths(&paths.iter().map(PathBuf::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_directory_that_would_cover_a_programs_own_is_left_out() {
+        let system = visible(&[]);
+        for path in ["/", "/tmp", "/dev", "/dev/shm", "/proc", "/dev/.."] {
+            assert_eq!(visible(&[path]), system, "{path}");
+        }
+    }
+
+    #[test]
+    fn a_directory_contains_others() {
+        let all = visible(&["/etc", "/etc/passwd", "/usr/bin"]);
+        let in_etc = all.iter().filter(|path| path.starts_with("/etc"));
+        assert!(in_etc.eq(["/etc"].map(Path::new)), "{all:?}");
+        assert!(all.contains(&PathBuf::from("/usr")));
+    }
+
+    #[test]
+    fn targets_of_links_are_visible() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("data")).unwrap();
+        std::os::unix::fs::symlink("data", path("new")).unwrap();
+        std::os::unix::fs::symlink(path("new"), path("newest")).unwrap();
+        let all = visible_paths(&[path("newest")]);
+        for name in ["newest", "new", "data"] {
+            assert!(all.contains(&path(name)), "{name}: {all:?}");
+        }
+    }
 
     #[test]
     fn a_shared_network_is_named_beside_other_gaps() {

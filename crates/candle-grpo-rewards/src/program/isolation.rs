@@ -6,7 +6,7 @@ use candle_grpo_core::validate::Checked;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "code")]
-use crate::CodeLimits;
+use crate::{CodeLimits, code::check_visible};
 
 /// Isolation for a program and everything that it starts, on Linux.
 ///
@@ -20,7 +20,8 @@ pub struct IsolationConfig {
     /// `none`: no network. `loopback`: only its own processes, and for agents the server of this
     /// process. `host`: this machine's network.
     pub network: Network,
-    /// Additional files and directories that the program can read.
+    /// Additional files and directories that the program can read. None may contain `/work`,
+    /// `/tmp`, `/dev/shm` or `/proc`, which the program has for itself.
     pub visible: Vec<PathBuf>,
     /// Maximum virtual memory for each process, in MiB. If the run can create a cgroup, all
     /// processes together also have this limit, in addition to `disk_mib`.
@@ -69,6 +70,8 @@ impl Default for IsolationConfig {
 #[cfg(feature = "code")]
 impl IsolationConfig {
     pub(super) fn validate(&self) -> Checked {
+        let mut visible = self.visible.iter();
+        visible.try_for_each(|path| check_visible("visible", path))?;
         self.limits().validate()
     }
 

@@ -98,12 +98,15 @@ impl Program {
             format_args!("{:?}", self.command),
             "begin with the name of a program",
         )?;
-        match &self.isolation {
-            Some(isolation) => isolation
-                .validate()
-                .map_err(|error| within("isolation", error.into())),
-            None => Ok(()),
+        if let Some(isolation) = &self.isolation {
+            let valid = isolation.validate();
+            valid.map_err(|error| within("isolation", error.into()))?;
+            #[cfg(feature = "code")]
+            if let Some(folder) = &self.folder {
+                crate::code::check_visible("folder", folder)?;
+            }
         }
+        Ok(())
     }
 
     /// Starts it in its own group, with pipes, without variables that hold keys, and with

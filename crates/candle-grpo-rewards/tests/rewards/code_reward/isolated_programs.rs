@@ -3,7 +3,8 @@
 use std::fs::{self, Permissions};
 use std::io::Read;
 use std::net::TcpListener;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use candle_grpo_rewards::program::{IsolationConfig, Lines, Network, Program};
@@ -27,9 +28,8 @@ fn small() -> IsolationConfig {
 
 /// A Python program in a directory of its own.
 fn program(script: &str, isolation: &IsolationConfig) -> (Program, TempDir) {
-    let folder = tempfile::tempdir().unwrap();
     // Root's programs run as another user.
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let folder = open_folder();
     fs::write(folder.path().join("program.py"), script).unwrap();
     let python = python()[0].as_str().unwrap().to_owned();
     let command = [&python, "-s", "-S", "program.py"].map(str::to_owned);
@@ -50,13 +50,17 @@ fn line(lines: Lines) -> String {
     }
 }
 
+fn line_of(program: &Program) -> String {
+    line(start(program))
+}
+
 fn is_root() -> bool {
     fs::metadata("/proc/self").unwrap().uid() == 0
 }
 
 fn said(script: &str, isolation: &IsolationConfig) -> String {
     let (program, _folder) = program(script, isolation);
-    line(start(&program))
+    line_of(&program)
 }
 
 /// Bounded, so that it does no harm if the limit does not hold.
@@ -125,8 +129,7 @@ fn an_isolated_program_sees_its_own_files_only() {
     if !is_isolated() {
         return;
     }
-    let other = tempfile::tempdir().unwrap();
-    fs::set_permissions(other.path(), Permissions::from_mode(0o755)).unwrap();
+    let other = open_folder();
     let secret = other.path().join("secret");
     fs::write(&secret, "42").unwrap();
     let script = format!(
@@ -168,7 +171,34 @@ print([
     program.folder = None;
     let last = program.command.last_mut().unwrap();
     *last = path.display().to_string();
-    assert_eq!(line(start(&program)), "['program.py']");
+    assert_eq!(line_of(&program), "['program.py']");
+}
+
+/// A directory that users other than root can enter, too.
+fn open_folder() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    folder
+}
+
+#[test]
+fn a_link_is_visible_with_its_target() {
+    if !is_isolated() {
+        return;
+    }
+    let (data, links) = (open_folder(), open_folder());
+    fs::write(data.path().join("data"), "42").unwrap();
+    let link = |name: &str, target: &Path| {
+        symlink(target, links.path().join(name)).unwrap();
+        links.path().join(name)
+    };
+    let visible = link("data", data.path());
+    let (mut program, folder) = program("", &small());
+    let text = format!("print(open({:?}).read())", visible.join("data"));
+    fs::write(folder.path().join("program.py"), text).unwrap();
+    program.folder = Some(link("folder", folder.path()));
+    program.isolation.as_mut().unwrap().visible = vec![visible];
+    assert_eq!(line_of(&program), "42");
 }
 
 /// Connects to this machine and to a server of the program's own.
@@ -345,6 +375,15 @@ fn a_machine_without_namespaces_isolates_no_program() {
 #[rstest]
 #[case(IsolationConfig { processes: 0, ..small() }, "isolation.processes: 0, must be from 1")]
 #[case(IsolationConfig { cpu_seconds: Some(0), ..small() }, "isolation.cpu_seconds: 0, must be from 1")]
+#[case(visible("/"), "isolation.visible: /, must not contain /")]
+#[case(
+    visible("/tmp"),
+    "isolation.visible: /tmp, must not contain /tmp, which each"
+)]
+#[case(
+    visible("/dev/../dev"),
+    "isolation.visible: /dev/../dev, must not contain /dev/shm"
+)]
 fn an_isolation_option_that_is_not_valid_is_named(
     #[case] isolation: IsolationConfig,
     #[case] words: &str,
@@ -352,4 +391,28 @@ fn an_isolation_option_that_is_not_valid_is_named(
     let (program, _folder) = program("", &isolation);
     let error = program.validate().unwrap_err().to_string();
     assert!(error.starts_with(words), "{error}");
+}
+
+fn visible(path: &str) -> IsolationConfig {
+    IsolationConfig {
+        visible: vec![path.into()],
+        ..small()
+    }
+}
+
+#[test]
+fn an_isolated_programs_folder_must_not_cover_its_own() {
+    let (mut program, folder) = program("", &small());
+    program.validate().unwrap();
+    let link = folder.path().join("link");
+    symlink("/", &link).unwrap();
+    for path in [Path::new("/tmp"), Path::new("/"), &link] {
+        program.folder = Some(path.to_owned());
+        let error = program.validate().unwrap_err().to_string();
+        let start = format!("folder: {}, must not contain /", path.display());
+        assert!(error.starts_with(&start), "{error}");
+    }
+    // Without isolation, it is the program's directory only.
+    program.isolation = None;
+    program.validate().unwrap();
 }
