@@ -181,6 +181,135 @@ fn open_folder() -> TempDir {
     folder
 }
 
+/// Writes a file that others can execute, below directories that are made.
+fn write_script(path: &Path, text: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
+}
+
+fn script(path: &Path) -> Program {
+    let command = [path.display().to_string(), "of the command".to_owned()];
+    Program::new(&command, None, NEVER, NEVER).with_isolation(Some(&small()))
+}
+
+/// An interpreter in `folder` that is a script itself, and prints its arguments and a file of its
+/// installation.
+fn interpreter(folder: &Path) -> String {
+    let path = folder.join("versions/bin/interpreter");
+    let library = folder.join("versions/lib/library");
+    write_script(&library, "library");
+    let text = format!("#!/bin/sh\necho \"$*\" $(cat {})\n", library.display());
+    write_script(&path, &text);
+    path.display().to_string()
+}
+
+#[rstest]
+#[case::direct("#!{interpreter}", "")]
+#[case::with_an_option("#! {interpreter} an option ", "an option ")]
+#[case::through_env("#!/usr/bin/env {interpreter}", "")]
+#[case::through_env_with_options("#!/usr/bin/env -S {interpreter} an option", "an option ")]
+fn a_script_has_its_interpreter(#[case] line: &str, #[case] options: &str) {
+    if !is_isolated() {
+        return;
+    }
+    let (installed, folder) = (open_folder(), open_folder());
+    let path = folder.path().join("script");
+    let line = line.replace("{interpreter}", &interpreter(installed.path()));
+    write_script(&path, &format!("{line}\nno text for a shell (\n"));
+    let expected = format!("{options}{} of the command library", path.display());
+    assert_eq!(line_of(&script(&path)), expected);
+}
+
+#[test]
+fn a_script_of_a_name_in_path_starts() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = folder.path().join("script");
+    write_script(
+        &path,
+        "#!/usr/bin/env python3\nimport json, sys\nprint(sys.argv[1:])",
+    );
+    // It may be a launcher, such as that of pyenv, which starts a program elsewhere.
+    let expected = "['of the command']";
+    let readable = Command::new("python3").args(["-c", OTHERS_READ]).status();
+    if !is_root() || readable.unwrap().success() {
+        assert_eq!(line_of(&script(&path)), expected);
+    }
+}
+
+/// Succeeds if all users can read the interpreter.
+const OTHERS_READ: &str = "
+import os, sys
+path = os.path.realpath(sys.executable)
+sys.exit(os.stat(path).st_mode & 5 != 5)";
+
+/// Scripts of a virtual environment with a long path name their interpreter in a later line.
+#[test]
+fn a_script_has_the_virtual_environment_around_it() {
+    if !is_isolated() {
+        return;
+    }
+    let (installed, folder) = (open_folder(), open_folder());
+    let library = installed.path().join("library");
+    write_script(&library, "library\n");
+    let (python, library) = (folder.path().join("bin/python"), library.display());
+    // It names its files when it is asked, as Python does.
+    let text = format!(
+        "#!/bin/sh\necho {}\necho {library}\ncat {library}\n",
+        python.display()
+    );
+    write_script(&python, &text);
+    write_script(&folder.path().join("pyvenv.cfg"), "");
+    let path = folder.path().join("bin/server");
+    write_script(
+        &path,
+        &format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"),
+    );
+    assert_eq!(line_of(&script(&path)), "library");
+}
+
+#[rstest]
+#[case::no_interpreter(
+    "#!/no/such/program",
+    "its interpreter \"/no/such/program\" must be a program"
+)]
+#[case::itself("#!{path}", "must not lead through more than 5 scripts")]
+#[case::not_for_others("#!{secret}", "must start in isolation")]
+fn a_script_that_cannot_start_is_an_error(#[case] line: &str, #[case] words: &str) {
+    if !is_isolated() || line == "#!{secret}" && !is_root() {
+        return;
+    }
+    let folder = open_folder();
+    let path = folder.path().join("script");
+    let secret = folder.path().join("secret");
+    fs::copy("/bin/sh", &secret).unwrap();
+    fs::set_permissions(&secret, Permissions::from_mode(0o700)).unwrap();
+    let line = line.replace("{path}", path.to_str().unwrap());
+    write_script(&path, &line.replace("{secret}", secret.to_str().unwrap()));
+    let error = format!("{:#}", script(&path).check_files().unwrap_err());
+    assert!(
+        error.starts_with("command: ") && error.contains(words),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_interpreter_that_does_not_fit_in_the_limits_is_an_error() {
+    if !is_isolated() {
+        return;
+    }
+    let isolation = IsolationConfig {
+        memory_mib: 1,
+        ..small()
+    };
+    let (program, _folder) = program("", &isolation);
+    let error = format!("{:#}", program.check_files().unwrap_err());
+    assert!(error.contains("must start in isolation"), "{error}");
+}
+
 #[test]
 fn a_link_is_visible_with_its_target() {
     if !is_isolated() {
