@@ -4,6 +4,7 @@ mod client;
 mod dialects;
 mod drawer;
 mod endpoint;
+mod engines;
 mod faults;
 mod fuzz;
 mod processes;
