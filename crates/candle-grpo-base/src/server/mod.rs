@@ -419,9 +419,69 @@ mod tests {
         // The listener at the address was the first to wait.
         drop(first);
         receive(&mut waiting, "/waiting");
-        // A listener that closes leaves its connections open.
+        // A listener that closes leaves its connections open, and accepts no others.
         drop(entrance);
         make_requests(&mut second);
+        drop(waiting);
+        if let Ok(mut gone) = TcpStream::connect(address) {
+            // Another process may have the address by now.
+            let _ = write!(gone, "GET /gone HTTP/1.1\r\n\r\n");
+        }
+        make_requests(&mut second);
+        assert!(!seen.lock().unwrap().contains(&"/gone".to_owned()));
+    }
+
+    #[test]
+    fn a_server_that_is_dropped_closes_its_connections() {
+        let (server, seen) = serve(BOUNDS);
+        let mut stream = connect(server.address(), "/first");
+        receive(&mut stream, "/first");
+        drop(server);
+        // The client may notice it only when it reads.
+        let _ = write!(stream, "GET /second HTTP/1.1\r\nHost: a\r\n\r\n");
+        assert_eq!(rest(stream), "");
+        assert_eq!(*seen.lock().unwrap(), ["/first"]);
+    }
+
+    fn fields(all: &[(&str, &str)]) -> HeaderMap {
+        let name = |name: &str| hyper::header::HeaderName::try_from(name).unwrap();
+        let all = all.iter();
+        all.map(|(field, value)| (name(field), value.parse().unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn a_key_is_a_bearer_token_or_a_field_of_its_own() {
+        let keys = [Key::random(), Key::random()];
+        let [first, second] = [&keys[0], &keys[1]].map(Key::text);
+        let bearer = |scheme: &str, key: &str| {
+            let value = format!("{scheme} {key}");
+            authorize(&keys, &fields(&[("authorization", &value)]), "owner")
+        };
+        assert_eq!(bearer("Bearer", first), Ok(0));
+        assert_eq!(bearer("bearer", second), Ok(1));
+        let own = |key: &str| authorize(&keys, &fields(&[("x-api-key", key)]), "owner");
+        assert_eq!(own(second), Ok(1));
+        // A scheme that is not known leaves the other field.
+        let both = fields(&[("authorization", "Basic eA=="), ("x-api-key", first)]);
+        assert_eq!(authorize(&keys, &both, "owner"), Ok(0));
+        let refused = [
+            authorize(&keys, &fields(&[]), "owner"),
+            authorize(&[], &fields(&[("x-api-key", first)]), "owner"),
+            bearer("Basic", first),
+            bearer("Bearer", &format!("{first}x")),
+            bearer("Bearer", &first[..first.len() - 1]),
+            bearer("Bearer", ""),
+            own(""),
+        ];
+        for refusal in refused {
+            let refusal = refusal.unwrap_err();
+            assert_eq!((refusal.status, refusal.code), (401, "invalid_api_key"));
+            assert!(refusal.message.contains("that of the owner"), "{refusal:?}");
+            assert!(!refusal.message.contains(first));
+        }
+        assert_ne!(first, second);
+        assert!(!format!("{keys:?}").contains(first));
     }
 
     #[test]
