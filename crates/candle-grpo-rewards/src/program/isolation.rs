@@ -89,3 +89,15 @@ impl IsolationConfig {
         }
     }
 }
+
+#[cfg(all(test, feature = "code"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_a_program_is_not_limited_by_default() {
+        let limits = IsolationConfig::default().limits();
+        limits.validate().unwrap();
+        assert_eq!(limits.cpu_seconds, CodeLimits::LARGEST);
+    }
+}

@@ -359,6 +359,47 @@ fn an_isolated_program_has_its_network(#[case] network: Network, #[case] expecte
     assert_eq!(said(&connects(port), &isolation), expected);
 }
 
+/// A program finds names in its network.
+#[rstest]
+#[case(Network::None, "False")]
+#[case(Network::Host, "True")]
+fn files_of_the_network_are_there_with_a_network(#[case] network: Network, #[case] expected: &str) {
+    if is_isolated() && fs::exists("/etc/hosts").unwrap() {
+        let isolation = IsolationConfig { network, ..small() };
+        let script = "import os\nprint(os.path.exists('/etc/hosts'))";
+        assert_eq!(said(script, &isolation), expected);
+    }
+}
+
+#[test]
+fn an_isolated_program_inherits_variables_without_secrets() {
+    if std::env::var_os(PART).is_none() {
+        let name = "code_reward::isolated_programs::an_isolated_program_inherits_variables_without_secrets";
+        let folder = open_folder();
+        let files = format!("TMPDIR={}", folder.path().display());
+        let variables = ["env", "HF_TOKEN=secret", &files, "OTHER=other"];
+        assert_ne!(again(&variables, &[name], "variables"), Some(false));
+        return;
+    }
+    if std::env::var(PART).unwrap() != "variables" {
+        return;
+    }
+    let script = "
+import os
+print([os.environ.get(name) for name in ('HF_TOKEN', 'TMPDIR', 'OTHER', 'HOME')])";
+    let isolation = IsolationConfig {
+        require_isolation: false,
+        ..small()
+    };
+    let found = said(script, &isolation);
+    assert!(found.starts_with("[None, None, 'other', "), "{found}");
+    assert!(!is_isolated() || found.ends_with(" '/work']"), "{found}");
+    // Nothing is left in this process's directory for temporary files.
+    let names = fs::read_dir(std::env::temp_dir()).unwrap();
+    let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(!names.any(|name| name.starts_with("candle-grpo-")));
+}
+
 #[test]
 fn a_program_with_its_own_network_reaches_the_server() {
     if !is_isolated() || !is_root() {
@@ -499,6 +540,18 @@ fn a_machine_without_namespaces_isolates_no_program() {
     assert_eq!(said(LARGE, &weak), "no memory");
     let home = "import os\nopen(os.path.expanduser('~/new'), 'w')\nprint(os.listdir('.'))";
     assert_eq!(said(home, &weak), "['program.py']");
+    // What it leaves in its home is removed, also without its permissions.
+    let leaves = "
+import os
+home = os.path.expanduser('~')
+os.makedirs(home + '/x/y')
+os.chmod(home + '/x', 0)
+print(home)";
+    let home = said(leaves, &weak);
+    assert!(
+        home.starts_with('/') && !fs::exists(&home).unwrap(),
+        "{home}"
+    );
 }
 
 #[rstest]
