@@ -461,6 +461,9 @@ fn an_answer_has_the_reason_for_its_end(
 #[case("completions", json!({"prompt": ["a", "b"]}), "prompt")]
 #[case("completions", json!({"prompt": [1, 300]}), "token 300, must be below 300")]
 #[case("completions", json!({"prompt": "so", "echo": true}), "echo: true")]
+#[case("completions", json!({"prompt": "so", "n": 2}), "n: 2, must be 1")]
+#[case("completions", json!({"prompt": "so", "best_of": 2}), "best_of: 2, must be 1")]
+#[case("completions", json!({"prompt": "so", "logprobs": 2}), "logprobs: 2, must be 0, 1")]
 #[case("responses", json!({"input": "so", "previous_response_id": "resp_x"}), "previous_response_id: x")]
 #[case("responses", json!({"input": [{"type": "image"}]}), "input[0].type")]
 fn what_is_not_supported_is_named(#[case] path: &str, #[case] body: Value, #[case] words: &str) {

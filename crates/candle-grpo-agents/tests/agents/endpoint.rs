@@ -82,6 +82,12 @@ fn an_episode_has_a_key_of_its_own() {
 }
 
 #[test]
+fn the_server_listens_on_loopback_by_default() {
+    let agents = agents(AgentConfig::default(), limits());
+    assert!(agents.address().ip().is_loopback());
+}
+
+#[test]
 fn any_model_is_there() {
     episode(&says(&[]), |agent| {
         let key = format!("Bearer {}", agent.key);
