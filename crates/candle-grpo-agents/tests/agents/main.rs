@@ -12,4 +12,5 @@ mod real_clients;
 mod repeats;
 mod same_bits;
 mod transcripts;
+mod verifiers;
 mod workers;
