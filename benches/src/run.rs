@@ -8,6 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::Args;
 use crate::case::Case;
+use crate::median;
 use crate::region::Sample;
 use crate::results::{self, Row};
 use crate::{cases, serve};
@@ -87,10 +88,4 @@ fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Resu
         ours_peak_mib: peak(&ours),
         composed_peak_mib: peak(&composed),
     })
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

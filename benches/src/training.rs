@@ -14,6 +14,7 @@ use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTok
 use clap::Parser;
 use serde::Serialize;
 
+use crate::median;
 use crate::memory::Meter;
 use crate::model::{decoder_in, read_model};
 
@@ -113,11 +114,6 @@ struct Report<'a> {
     gradients_mib: f64,
     /// Peak memory of the process.
     resident_mib: f64,
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn resident_peak_mib() -> Result<f64> {

@@ -255,8 +255,7 @@ impl<'a> Running<'a> {
     /// Starts the agent's process.
     fn start_process(&mut self) -> Result<()> {
         let agents = self.agents;
-        let entrances = agents.endpoint.entrances();
-        let url = format!("{}/s/{}", entrances.origin(), self.episode.id);
+        let url = agents.endpoint.episodes().url(&self.episode);
         let key = self.episode.key.text();
         let variables = [
             ("OPENAI_BASE_URL", format!("{url}/v1")),
@@ -267,6 +266,7 @@ impl<'a> Running<'a> {
         ];
         let line = format!("{}\n", self.episode.row);
         let program = agents.config.program();
+        let entrances = agents.endpoint.entrances();
         let process = Process::start(program, entrances, line.into_bytes(), &variables)?;
         self.process = Some(process);
         self.starts += 1;

@@ -14,6 +14,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, ensure};
 use candle_core::Device;
 use candle_grpo_agents::Agents;
+use candle_grpo_bench::median;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::environment::{
     AgentConfig, CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
@@ -61,6 +62,13 @@ struct Args {
     #[arg(long)]
     no_python: bool,
 }
+
+/// Names for the kinds of trajectories.
+const NAMES: [&str; 3] = [
+    "built-in tools",
+    "agents as threads",
+    "a Python process each",
+];
 
 /// Counts the characters in a text.
 struct Count;
@@ -242,11 +250,6 @@ fn answers(rollouts: &[Rollout]) -> usize {
     episodes.map(|episode| episode.turns.len()).sum()
 }
 
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// Runs `run` with agents, of which `count` are threads in this process.
 fn with_clients<T>(agents: Agents, count: usize, run: impl FnOnce(&Arc<Agents>) -> T) -> T {
     let agents = Arc::new(agents);
@@ -288,10 +291,10 @@ fn main() -> Result<()> {
         for _ in 0..args.rounds {
             let threads: Arc<dyn Trajectories> = threads.clone();
             let kinds = [Some(&built_in), Some(&threads), python.as_ref()];
-            for (trajectories, seconds) in kinds.into_iter().zip(&mut all) {
-                if let Some(trajectories) = trajectories {
+            for ((kind, name), seconds) in kinds.into_iter().zip(NAMES).zip(&mut all) {
+                if let Some(trajectories) = kind {
                     let (rollouts, took) = task.sample(Arc::clone(trajectories))?;
-                    check("agents", &rollouts)?;
+                    check(name, &rollouts)?;
                     seconds.push(took);
                 }
             }
@@ -304,18 +307,13 @@ fn main() -> Result<()> {
     );
     println!("| | trajectories per second | beside built-in tools | more time per request |");
     println!("| --- | ---: | ---: | ---: |");
-    let names = [
-        "built-in tools",
-        "agents as threads",
-        "a Python process each",
-    ];
     let built_in = median(all[0].clone());
-    for (name, seconds) in names.into_iter().zip(&all) {
+    for (name, seconds) in NAMES.into_iter().zip(&all) {
         if seconds.is_empty() {
             continue;
         }
         let pairs = seconds.iter().zip(&all[0]);
-        let ratio = median(pairs.map(|(took, built_in)| built_in / took).collect());
+        let ratio = median(pairs.map(|(took, built_in)| built_in / took));
         let more = (median(seconds.clone()) - built_in) / requests as f64 * 1e3;
         let rate = EPISODES as f64 / median(seconds.clone());
         println!("| {name} | {rate:.0} | {ratio:.2} | {more:.2} ms |");

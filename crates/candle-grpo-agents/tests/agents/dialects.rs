@@ -325,6 +325,126 @@ fn log_probs_and_lengths_are_those_of_the_drawn_tokens() {
     assert!(!draws[0].completion.tokens.contains(&STOP));
 }
 
+/// The request's body in a dialect, with the path below `/v1/`.
+fn body_of(dialect: &str) -> (&'static str, Value) {
+    let messages = json!([{"role": "user", "content": "so?"}]);
+    match dialect {
+        "chat" => {
+            let limit = json!({"messages": messages, "max_tokens": 20, "stop": ["us", "END"]});
+            ("chat/completions", limit)
+        }
+        "text" => {
+            let limit = json!({"prompt": "so?", "max_tokens": 20, "stop": ["us", "END"]});
+            ("completions", limit)
+        }
+        "anthropic" => {
+            let stop = json!(["us", "END"]);
+            let limit = json!({"messages": messages, "max_tokens": 20, "stop_sequences": stop});
+            ("messages", limit)
+        }
+        _ => {
+            let limit = json!({"input": "so?", "max_output_tokens": 20});
+            ("responses", limit)
+        }
+    }
+}
+
+/// An answer's text and end, which the last events of a stream repeat.
+fn text_and_end(dialect: &str, reply: &super::client::Reply, streams: bool) -> (Value, Value) {
+    let events = if streams { reply.events() } else { Vec::new() };
+    let whole = |name: &str| match events.last() {
+        Some(last) => last[name].clone(),
+        None => reply.json(),
+    };
+    match dialect {
+        "chat" if streams => {
+            let texts = events.iter();
+            let texts = texts.filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
+            let last = events.last().unwrap();
+            let end = last["choices"][0]["finish_reason"].clone();
+            (json!(texts.collect::<String>()), end)
+        }
+        "chat" => {
+            let choice = &reply.json()["choices"][0];
+            (
+                choice["message"]["content"].clone(),
+                choice["finish_reason"].clone(),
+            )
+        }
+        "text" => {
+            let events = if streams { events } else { vec![reply.json()] };
+            let choice = &events[0]["choices"][0];
+            (choice["text"].clone(), choice["finish_reason"].clone())
+        }
+        "anthropic" => {
+            let message = if streams {
+                let mut message = joined_events(&events);
+                let mut deltas = events
+                    .iter()
+                    .filter(|event| event["type"] == "message_delta");
+                message["stop_sequence"] = deltas.next().unwrap()["delta"]["stop_sequence"].clone();
+                message
+            } else {
+                reply.json()
+            };
+            let end = json!([message["stop_reason"], message["stop_sequence"]]);
+            (message["content"][0]["text"].clone(), end)
+        }
+        _ => {
+            let response = whole("response");
+            let end = json!([response["status"], response["incomplete_details"]]);
+            (response["output"][0]["content"][0]["text"].clone(), end)
+        }
+    }
+}
+
+/// The reason for an answer's end, also in a stream.
+#[rstest]
+#[case("chat", FinishReason::StopToken, json!("stop"))]
+#[case("chat", FinishReason::StopString, json!("stop"))]
+#[case("chat", FinishReason::Length, json!("length"))]
+#[case("text", FinishReason::StopToken, json!("stop"))]
+#[case("text", FinishReason::StopString, json!("stop"))]
+#[case("text", FinishReason::Length, json!("length"))]
+#[case("anthropic", FinishReason::StopToken, json!(["end_turn", null]))]
+#[case("anthropic", FinishReason::StopString, json!(["stop_sequence", "END"]))]
+#[case("anthropic", FinishReason::Length, json!(["max_tokens", null]))]
+#[case("responses", FinishReason::StopToken, json!(["completed", null]))]
+#[case("responses", FinishReason::Length, json!(["incomplete", {"reason": "max_output_tokens"}]))]
+fn an_answer_has_the_reason_for_its_end(
+    #[case] dialect: &str,
+    #[case] reason: FinishReason,
+    #[case] expected: Value,
+    #[values(false, true)] streams: bool,
+) {
+    let policy = |request: &PromptRequest<'_>, stop: &[String]| {
+        assert_eq!(request.max_new_tokens, 20);
+        let text = match reason {
+            FinishReason::StopString => "ab END",
+            _ => "ab ",
+        };
+        assert!(dialect == "responses" || stop == ["us", "END"]);
+        let mut tokens = spelled(text);
+        if reason != FinishReason::StopToken {
+            tokens.pop();
+        }
+        (tokens, reason)
+    };
+    let (rollout, draws) = episode(&policy, |agent| {
+        let (path, mut body) = body_of(dialect);
+        body["stream"] = streams.into();
+        let reply = agent.post(&format!("/v1/{path}"), &body);
+        assert_eq!(reply.status, 200, "{reply:?}");
+        assert_eq!(
+            text_and_end(dialect, &reply, streams),
+            (json!("ab "), expected),
+            "{reply:?}"
+        );
+        agent.done(json!(1));
+    });
+    assert_rows_have_draws(&rollout, &draws);
+}
+
 /// Refusals name the argument.
 #[rstest]
 #[case("chat/completions", json!({"messages": [{"role": "user", "content": "so"}], "n": 2}), "n: 2, must be 1")]
@@ -341,6 +461,9 @@ fn log_probs_and_lengths_are_those_of_the_drawn_tokens() {
 #[case("completions", json!({"prompt": ["a", "b"]}), "prompt")]
 #[case("completions", json!({"prompt": [1, 300]}), "token 300, must be below 300")]
 #[case("completions", json!({"prompt": "so", "echo": true}), "echo: true")]
+#[case("completions", json!({"prompt": "so", "n": 2}), "n: 2, must be 1")]
+#[case("completions", json!({"prompt": "so", "best_of": 2}), "best_of: 2, must be 1")]
+#[case("completions", json!({"prompt": "so", "logprobs": 2}), "logprobs: 2, must be 0, 1")]
 #[case("responses", json!({"input": "so", "previous_response_id": "resp_x"}), "previous_response_id: x")]
 #[case("responses", json!({"input": [{"type": "image"}]}), "input[0].type")]
 fn what_is_not_supported_is_named(#[case] path: &str, #[case] body: Value, #[case] words: &str) {

@@ -82,6 +82,12 @@ fn an_episode_has_a_key_of_its_own() {
 }
 
 #[test]
+fn the_server_listens_on_loopback_by_default() {
+    let agents = agents(AgentConfig::default(), limits());
+    assert!(agents.address().ip().is_loopback());
+}
+
+#[test]
 fn any_model_is_there() {
     episode(&says(&[]), |agent| {
         let key = format!("Bearer {}", agent.key);
@@ -224,6 +230,46 @@ fn turns_and_tokens_are_limited() {
     assert_eq!(episode.end, EpisodeEnd::MaxTurns);
     assert!(episode.unrewarded && !episode.excluded);
     assert_eq!(episode.turns[0].reward, -0.5);
+}
+
+#[test]
+fn time_is_limited() {
+    let limits = EnvironmentLimits {
+        max_seconds: Some(f64::MIN_POSITIVE),
+        ..limits()
+    };
+    let agents = agents(AgentConfig::default(), limits);
+    let (rollout, draws) = episode_with(&agents, &sampling(), &says(&[]), |agent| {
+        let refused = agent.chat(question());
+        assert_eq!(refused["error"]["code"], "limit_reached");
+        assert!(refused.to_string().contains("max_seconds"), "{refused}");
+        agent.done(json!(1));
+    });
+    assert!(draws.is_empty());
+    // An episode without an answer has failed, whatever the reason.
+    let episode = rollout.episode.unwrap();
+    let failed =
+        matches!(&episode.end, EpisodeEnd::Failed(message) if message.contains("MaxSeconds"));
+    assert!(failed && episode.excluded, "{episode:?}");
+}
+
+#[test]
+fn prompts_are_limited() {
+    let length = super::drawer::prompt("so?").tokens.len();
+    let config = AgentConfig {
+        max_prompt_tokens: Some(length),
+        ..AgentConfig::default()
+    };
+    let agents = agents(config, limits());
+    let (rollout, draws) = episode_with(&agents, &sampling(), &says(&["so"]), |agent| {
+        let long = json!({"messages": [{"role": "user", "content": "so??"}]});
+        let refused = agent.chat(long);
+        assert_eq!(refused["error"]["code"], "context_length_exceeded");
+        assert_eq!(agent.say(&question()["messages"]), "so");
+        agent.done(json!(1));
+    });
+    assert_eq!(draws.len(), 1);
+    assert_eq!(rollout.episode.unwrap().end, EpisodeEnd::Done);
 }
 
 #[test]

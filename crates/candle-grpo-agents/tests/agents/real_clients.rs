@@ -10,6 +10,7 @@ use super::drawer::{
     Draw, agents, assert_rows_have_draws, decode, limits, play, prompt, sampling, spelled,
     tokenizer,
 };
+use super::verifiers::BRIDGE;
 
 /// A call at the first turn of a chat, and then an answer.
 fn calls_and_answers(request: &PromptRequest<'_>, _: &[String]) -> (Vec<u32>, FinishReason) {
@@ -59,14 +60,10 @@ fn an_agent_of_a_framework_calls_its_tools() {
 #[ignore = "needs the Python package verifiers: make test-agents"]
 fn a_taskset_of_verifiers_is_played_and_scored() {
     let python = std::env::var("CANDLE_GRPO_VERIFIERS_PYTHON").unwrap();
-    let bridge = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../examples/environments/bridge.py"
-    );
     let options = r#"{"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}"#;
     let command = [
         &python,
-        bridge,
+        BRIDGE,
         "verifiers",
         "real_verifiers",
         "--config",

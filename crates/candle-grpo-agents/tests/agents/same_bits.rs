@@ -10,8 +10,8 @@ use candle_grpo_train::environment::{
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::rollout::Trajectories;
 use candle_grpo_train::{
-    ChatTemplate, Prompt, Rollout, Sample, Sampler, SamplingConfig, TrainConfig, Trainer,
-    TrainerParts,
+    ChatTemplate, Generator, Prompt, Rollout, Sample, Sampler, SamplingConfig, TrainConfig,
+    Trainer, TrainerParts,
 };
 use serde_json::{Value, json};
 
@@ -55,7 +55,7 @@ fn format() -> ToolFormat {
     }
 }
 
-fn policy() -> (DecoderConfig, Parameters) {
+pub(crate) fn policy() -> (DecoderConfig, Parameters) {
     let text = candle_grpo_test_support::TINY_DECODER;
     let mut config: Value = serde_json::from_str(text).unwrap();
     config["vocab_size"] = VOCAB_SIZE.into();
@@ -66,7 +66,7 @@ fn policy() -> (DecoderConfig, Parameters) {
     (config, parameters)
 }
 
-fn sampling() -> SamplingConfig {
+pub(crate) fn sampling() -> SamplingConfig {
     SamplingConfig {
         max_new_tokens: 1000,
         stop_token_ids: vec![STOP],
@@ -82,7 +82,7 @@ fn sampler() -> Sampler {
         .with_tokenizer(&tokenizer())
 }
 
-fn limits() -> EnvironmentLimits {
+pub(crate) fn limits() -> EnvironmentLimits {
     EnvironmentLimits {
         max_turns: 4,
         max_turn_tokens: Some(12),
@@ -90,11 +90,14 @@ fn limits() -> EnvironmentLimits {
     }
 }
 
-/// An agent that does the same as [`ToolEnvironments`].
-fn count_agent(client: &Client, schemas: &Value) {
+/// An agent that does the same as [`ToolEnvironments`], with further fields in its requests.
+pub(crate) fn count_agent(client: &Client, schemas: &Value, fields: &Value) {
     let mut messages = vec![json!({"role": "user", "content": client.row["question"]})];
     loop {
-        let answer = client.chat(json!({"messages": messages, "tools": schemas}));
+        let mut request = json!({"messages": messages, "tools": schemas});
+        let fields = fields.as_object().unwrap().clone();
+        request.as_object_mut().unwrap().extend(fields);
+        let answer = client.chat(request);
         if answer.get("error").is_some() {
             break;
         }
@@ -118,7 +121,7 @@ fn count_agent(client: &Client, schemas: &Value) {
 }
 
 /// The built-in tool, its schemas, and prompts that have them.
-fn environments() -> (Environments, Value, Vec<Prompt>) {
+pub(crate) fn environments() -> (Environments, Value, Vec<Prompt>) {
     let tools = ToolEnvironments::new(format())
         .unwrap()
         .with(Count)
@@ -141,9 +144,9 @@ fn environments() -> (Environments, Value, Vec<Prompt>) {
     (environments.unwrap(), schemas, prompts)
 }
 
-/// Runs `run` while twelve agents play `episodes` episodes each.
-fn with_agents<T: Send>(
-    schemas: &Value,
+/// Runs `run` while twelve threads play `episodes` episodes each with `agent`.
+pub(crate) fn with_agents<T: Send>(
+    agent: &(impl Fn(&Client) + Sync),
     episodes: usize,
     run: impl FnOnce(Arc<Agents>) -> T + Send,
 ) -> T {
@@ -160,7 +163,7 @@ fn with_agents<T: Send>(
             let key = key.clone();
             scope.spawn(move || {
                 for _ in 0..episodes {
-                    count_agent(&Client::new(address, &key), schemas);
+                    agent(&Client::new(address, &key));
                 }
             });
         }
@@ -174,7 +177,8 @@ fn the_same_conversation_has_the_same_bits_as_with_built_in_tools() {
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let built_in = sampler().with_environments(Arc::new(environments));
     let built_in = built_in.sample(&prompts, 4, 1).unwrap();
-    let rollouts = with_agents(&schemas, 1, |agents| {
+    let agent = |client: &Client| count_agent(client, &schemas, &json!({}));
+    let rollouts = with_agents(&agent, 1, |agents| {
         let sampler = sampler().with_environments(agents);
         sampler.sample(&prompts, 4, 1).unwrap()
     });
@@ -195,47 +199,54 @@ fn the_same_conversation_has_the_same_bits_as_with_built_in_tools() {
     }
 }
 
+/// The gradient norms of some steps, and the bits of the weights after them.
+pub(crate) type Trained = (Vec<f64>, Vec<(String, Vec<u32>)>);
+
+/// Makes `steps` steps with trajectories, which the policy in this process samples, or `generator`.
+pub(crate) fn trained(
+    environments: Arc<dyn Trajectories>,
+    prompts: &[Prompt],
+    steps: usize,
+    generator: Option<Arc<dyn Generator>>,
+) -> Trained {
+    let config = TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        ..TrainConfig::default()
+    };
+    let reward = |sample: &Sample| sample.completion.chars().filter(|&c| c < 'a').count() as f32;
+    let (model, parameters) = policy();
+    let prompts = prompts.to_vec();
+    let parts = TrainerParts {
+        environments: Some(environments),
+        generator,
+        ..TrainerParts::new(model, parameters, tokenizer(), prompts, reward, config)
+    };
+    let mut trainer = Trainer::new(parts).unwrap();
+    let step = |_| trainer.step().unwrap();
+    let norms: Vec<f64> = (0..steps).map(step).filter_map(|m| m.grad_norm).collect();
+    let weights = trainer.actor().parameters().iter();
+    let weights = weights.map(|(name, weight)| {
+        let bits = weight.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let bits = bits.into_iter().map(f32::to_bits);
+        (name.to_owned(), bits.collect::<Vec<u32>>())
+    });
+    (norms, weights.collect())
+}
+
 /// Three steps on the same conversations.
 #[test]
 fn a_policy_trains_to_the_same_bits_as_with_built_in_tools() {
     const STEPS: usize = 3;
     let (environments, schemas, prompts) = environments();
-    let trained = |environments: Arc<dyn Trajectories>| {
-        let config = TrainConfig {
-            prompts_per_step: 3,
-            num_generations: 4,
-            sampling: sampling(),
-            micro_batch_size: 5,
-            ..TrainConfig::default()
-        };
-        let reward =
-            |sample: &Sample| sample.completion.chars().filter(|&c| c < 'a').count() as f32;
-        let (model, parameters) = policy();
-        let mut trainer = Trainer::new(TrainerParts {
-            environments: Some(environments),
-            ..TrainerParts::new(
-                model,
-                parameters,
-                tokenizer(),
-                prompts.clone(),
-                reward,
-                config,
-            )
-        })
-        .unwrap();
-        let step = |_| trainer.step().unwrap();
-        let norms: Vec<f64> = (0..STEPS).map(step).filter_map(|m| m.grad_norm).collect();
-        let weights = trainer.actor().parameters().iter();
-        let weights = weights.map(|(name, weight)| {
-            let bits = weight.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            let bits = bits.into_iter().map(f32::to_bits);
-            (name.to_owned(), bits.collect::<Vec<u32>>())
-        });
-        (norms, weights.collect::<Vec<_>>())
-    };
-    let built_in = trained(Arc::new(environments));
+    let built_in = trained(Arc::new(environments), &prompts, STEPS, None);
     assert_eq!(built_in.0.len(), STEPS);
-    let with_agents = with_agents(&schemas, STEPS, |agents| trained(agents));
+    let agent = |client: &Client| count_agent(client, &schemas, &json!({}));
+    let with_agents = with_agents(&agent, STEPS, |agents| {
+        trained(agents, &prompts, STEPS, None)
+    });
     assert!(
         with_agents == built_in,
         "{:?} {:?}",

@@ -54,3 +54,18 @@ impl fmt::Debug for Key {
 pub fn random_id() -> String {
     format!("{:032x}", rand::random::<u128>())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::secrets::hidden_variables;
+
+    #[test]
+    fn a_variable_without_a_key_is_named_and_not_inherited() {
+        let name = "CANDLE_GRPO_TEST_WITHOUT_A_KEY";
+        let error = Key::from_variable(name).unwrap_err().to_string();
+        let start = format!("api_key_env: {name}, must be the name of an environment variable");
+        assert!(error.starts_with(&start), "{error}");
+        assert!(hidden_variables().iter().any(|hidden| *hidden == name));
+    }
+}

@@ -14,7 +14,7 @@ echo 1000 2> /dev/null > /proc/self/oom_score_adj || :
 [ -z "$cgroup" ] || echo 0 > "$cgroup/cgroup.procs"
 
 mount -t tmpfs -o "size=$size,nr_inodes=16k,mode=755,nosuid,nodev" tmpfs "$root"
-mkdir "$root/dev" "$root/dev/shm" "$root/proc" "$root/tmp" "$root/work" "$root/old"
+mkdir "$root/dev" "$root/dev/shm" "$root/proc" "$root/tmp" "$root/work" "$root/.old"
 # These stay writable when the rest becomes read-only. All have one size together.
 for folder in work tmp dev/shm; do
   mount --bind "$root/$folder" "$root/$folder"
@@ -56,10 +56,10 @@ mount -t proc -o nosuid,nodev,noexec proc proc 2> /dev/null || {
   : > "$bound"
   mount --bind "/$bound" "$bound" 2> /dev/null || :
 }
-pivot_root . old
+pivot_root . .old
 cd /
-umount -l /old
-rmdir /old
+umount -l /.old
+rmdir /.old
 chmod 1777 /tmp /dev/shm
 mount -o remount,bind,ro,nosuid,nodev /
 

@@ -2,14 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::execution::Job;
 use super::python::Interpreter;
-use super::sandbox::{Probed, Sandbox, real_path};
+use super::sandbox::{Probed, Sandbox, real_path, with_targets};
 use crate::program::{IsolationConfig, Network, Program, Running, interpreter_name};
 
 /// Files with which programs find names in a network.
@@ -28,8 +31,18 @@ const OF_INSTALLATION: [&str; 3] = ["lib", "lib64", "libexec"];
 /// Changes to the working directory, if it is visible, and starts the command.
 const IN_FOLDER: &str = "cd \"$1\" 2> /dev/null || :; shift; exec \"$@\"";
 
-/// Maximum number of links in a chain.
-const MAX_LINKS: usize = 16;
+/// Fails unless `$0` is a file that the user can execute.
+const IS_EXECUTABLE: &str =
+    "[ -x \"$0\" ] || { echo \"$0: not there, or not executable\" >&2; exit 1; }";
+
+/// Maximum number of scripts that interpret each other, which is that of Linux.
+const MAX_SCRIPTS: usize = 5;
+
+/// Maximum length of a script's first line in bytes, which is that of Linux.
+const MAX_FIRST_LINE: u64 = 256;
+
+/// Maximum time for a trial, on a busy machine.
+const TRIAL_LIMIT: Duration = Duration::from_secs(60);
 
 /// Options, command and working directory.
 type Key = (IsolationConfig, Vec<String>, Option<PathBuf>);
@@ -51,24 +64,16 @@ impl Isolated {
         let path =
             path.with_context(|| format!("command: {name:?}, must be a program that exists"))?;
         let working = match &program.folder {
-            Some(folder) => folder.canonicalize(),
-            None => env::current_dir(),
+            Some(folder) => folder
+                .canonicalize()
+                .with_context(|| format!("folder: {}, must be a directory", folder.display()))?,
+            None => env::current_dir()?,
         };
-        let working = working.context("folder: must be a folder that exists")?;
-        let text = |path: &Path| path.to_string_lossy().into_owned();
-        let (path, installation) = match interpreter_name(&path) {
-            // A launcher such as that of pyenv starts another program. The user's packages are
-            // below the home directory, which the program does not have.
-            Some("python") => {
-                let found = Interpreter::find(&[text(&path), "-s".to_owned()])?;
-                (found.command.into_iter().take(1).collect(), found.files)
-            }
-            _ => (text(&path), installation(&path)),
-        };
+        let start = Start::new(program, &path, 0)?;
         let mut visible = config.visible.clone();
         visible.extend(program.folder.clone());
         visible.extend(program.files());
-        visible.extend(installation);
+        visible.extend(start.files);
         if config.network != Network::None {
             for path in OF_NETWORK.map(PathBuf::from) {
                 visible.extend(path.canonicalize().ok());
@@ -83,10 +88,67 @@ impl Isolated {
             );
             tracing::warn!("{name}: it has isolation, but is not isolated: {lacks}");
         }
-        let mut command = ["sh", "-c", IN_FOLDER, "sh"].map(str::to_owned).to_vec();
-        command.extend([text(&working), path]);
+        let mut command = words(["sh", "-c", IN_FOLDER, "sh"]);
+        command.push(text(&working));
+        command.extend(start.words);
         command.extend_from_slice(arguments);
-        Ok(Self { command, sandbox })
+        let isolated = Self { command, sandbox };
+        if let Some(reason) = isolated.fault(&start.trial, program)? {
+            bail!(
+                "command: {name:?}, must start in isolation, with the limits and the files that \
+                 programs have there: {reason}"
+            );
+        }
+        Ok(isolated)
+    }
+
+    /// Starts `command` as the program is started.
+    fn start(
+        &self,
+        command: &[String],
+        program: &Program,
+        variables: &[(&str, String)],
+    ) -> Result<Running> {
+        let sandbox = &self.sandbox;
+        let job = Job {
+            command,
+            file: None,
+            input: Vec::new(),
+            helpers: 0,
+            announced: false,
+        };
+        let place = sandbox.place()?;
+        let mut command = sandbox.command(&job, &place)?;
+        program.set_environment(&mut command, variables);
+        let home = if sandbox.is_isolated() {
+            Path::new("/work")
+        } else {
+            place.files()
+        };
+        command.env("HOME", home).env_remove("TMPDIR");
+        let mut server = None;
+        let running = Running::start(&mut command, |command| {
+            let (child, listener) = sandbox.spawn_with_server(command, program.server)?;
+            server = listener;
+            Ok(child)
+        })?;
+        Ok(running.isolated(place, server))
+    }
+
+    /// Returns the reason why a command that ends by itself fails, if it does.
+    fn fault(&self, command: &[String], program: &Program) -> Result<Option<String>> {
+        let mut running = self.start(command, program, &[])?;
+        let (_, _, mut stderr) = running.pipes()?;
+        let status = running.wait(TRIAL_LIMIT, &|| false);
+        running.kill();
+        let Some(status) = status else {
+            return Ok(Some(format!("not within {TRIAL_LIMIT:?}")));
+        };
+        let mut errors = Vec::new();
+        stderr.read_to_end(&mut errors)?;
+        let errors = String::from_utf8_lossy(&errors);
+        let fault = format!("{} ({status})", errors.trim());
+        Ok((!status.success()).then_some(fault))
     }
 
     /// Returns the isolated program for these options, which is probed once.
@@ -126,47 +188,116 @@ pub(crate) fn start(
     variables: &[(&str, String)],
 ) -> Result<Running> {
     let isolated = Isolated::find(config, program)?;
-    let sandbox = &isolated.sandbox;
-    let job = Job {
-        command: &isolated.command,
-        file: None,
-        input: Vec::new(),
-        helpers: 0,
-        announced: false,
-    };
-    let place = sandbox.place()?;
-    let mut command = sandbox.command(&job, &place)?;
-    program.set_environment(&mut command, variables);
-    let home = if sandbox.is_isolated() {
-        Path::new("/work")
-    } else {
-        place.files()
-    };
-    command.env("HOME", home).env_remove("TMPDIR");
-    let mut server = None;
-    let running = Running::start(&mut command, |command| {
-        let (child, listener) = sandbox.spawn_with_server(command, program.server)?;
-        server = listener;
-        Ok(child)
-    })?;
-    Ok(running.isolated(place, server))
+    isolated.start(&isolated.command, program, variables)
+}
+
+/// The start of an installed program.
+struct Start {
+    /// Absolute path. Before that of a script, its interpreter and the interpreter's options.
+    words: Vec<String>,
+    /// Files that it reads.
+    files: Vec<PathBuf>,
+    /// A command that ends by itself, and fails if the program or the interpreter cannot start.
+    trial: Vec<String>,
+}
+
+impl Start {
+    /// Finds out how the file `path` starts, to which `scripts` scripts have led.
+    fn new(program: &Program, path: &Path, scripts: usize) -> Result<Self> {
+        // A launcher such as that of pyenv starts another program. The user's packages are below
+        // the home directory, which the program does not have.
+        if interpreter_name(path) == Some("python") {
+            let found = Interpreter::find(&words([&*text(path), "-s"]))?;
+            let path = found.command.into_iter().next();
+            let path = path.context("python: has no path")?;
+            return Ok(Self {
+                trial: words([&*path, "-c", ""]),
+                words: vec![path],
+                files: found.files,
+            });
+        }
+        let mut files = installation(path);
+        let Some((name, options)) = script_interpreter(path) else {
+            return Ok(Self {
+                trial: words(["sh", "-c", IS_EXECUTABLE, &*text(path)]),
+                words: vec![text(path)],
+                files,
+            });
+        };
+        ensure!(
+            scripts < MAX_SCRIPTS,
+            "command: {path:?}, must not lead through more than {MAX_SCRIPTS} scripts"
+        );
+        let found = program
+            .find_program(&name)
+            .and_then(|path| real_path(&path));
+        let found = found.with_context(|| {
+            format!("command: {path:?}, its interpreter {name:?} must be a program that exists")
+        })?;
+        let mut start = Self::new(program, &found, scripts + 1)?;
+        files.append(&mut start.files);
+        // If the path of a virtual environment is long, its scripts are those of a shell first.
+        if let Some(python) = python_beside(path).filter(|_| name.ends_with("sh")) {
+            files.extend(Interpreter::find(&words([&*text(&python), "-s"]))?.files);
+        }
+        start.words.extend(options);
+        start.words.push(text(path));
+        Ok(Self { files, ..start })
+    }
+}
+
+/// Returns the interpreter that a script names in its first line, and the interpreter's options.
+fn script_interpreter(path: &Path) -> Option<(String, Vec<String>)> {
+    let mut line = Vec::new();
+    let file = File::open(path).ok()?.take(MAX_FIRST_LINE);
+    BufReader::new(file).read_until(b'\n', &mut line).ok()?;
+    let line = String::from_utf8_lossy(line.strip_prefix(b"#!")?).into_owned();
+    let line = line.trim();
+    let (name, argument) = line.split_once([' ', '\t']).unwrap_or((line, ""));
+    let argument = argument.trim_start();
+    if Path::new(name).file_name() == Some("env".as_ref()) {
+        let split = argument.strip_prefix("-S").map(str::split_whitespace);
+        let all: Vec<&str> = split.map_or_else(|| vec![argument], Iterator::collect);
+        if let [name, options @ ..] = all.as_slice()
+            && !name.is_empty()
+            && !name.starts_with('-')
+            && !name.contains('=')
+        {
+            return Some(((*name).to_owned(), words(options.iter().copied())));
+        }
+    }
+    let options = Some(argument).filter(|argument| !argument.is_empty());
+    Some((name.to_owned(), words(options)))
 }
 
 /// Returns the files of an installed program: the program, with the links that lead to it, and the
 /// libraries beside its directory.
 fn installation(path: &Path) -> Vec<PathBuf> {
     let mut all = Vec::new();
-    let mut link = Some(path.to_owned());
-    for _ in 0..MAX_LINKS {
-        let Some(path) = link else { break };
+    for path in with_targets(path) {
         let bin = path.parent().filter(|parent| parent.ends_with("bin"));
         if let Some(installation) = bin.and_then(Path::parent) {
             all.extend(OF_INSTALLATION.map(|part| installation.join(part)));
             all.extend(bin.map(Path::to_owned));
         }
-        let target = path.read_link().ok();
-        link = target.and_then(|target| real_path(&path.parent()?.join(target)));
         all.push(path);
     }
     all
+}
+
+/// Returns the interpreter of the virtual environment in which a script is installed.
+fn python_beside(path: &Path) -> Option<PathBuf> {
+    with_targets(path).iter().find_map(|path| {
+        let bin = path.parent()?;
+        let settings = bin.parent()?.join("pyvenv.cfg");
+        settings.is_file().then(|| bin.join("python"))
+    })
+}
+
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+fn words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+    words.into_iter().map(str::to_owned).collect()
 }

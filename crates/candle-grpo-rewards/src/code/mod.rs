@@ -42,6 +42,7 @@ use candle_grpo_base::within;
 
 pub use self::limits::CodeLimits;
 pub(crate) use self::place::Place;
+pub(crate) use self::sandbox::check_visible;
 
 /// Placeholder in `command` for the program file.
 const FILE: &str = "{file}";
@@ -112,8 +113,8 @@ impl CodeConfig {
     ///
     /// # Errors
     ///
-    /// Fails if a command is empty, a limit is out of range, there are no workers, or the file name
-    /// is a path.
+    /// Fails if a command is empty, a limit is out of range, there are no workers, the file name is
+    /// a path, or a visible path contains a directory that programs have for themselves.
     pub fn validate(&self) -> Result<()> {
         check(
             self.python.first().is_some_and(|name| !name.is_empty()),
@@ -138,6 +139,8 @@ impl CodeConfig {
             check(report.contains(MARKER), "report", value, "contain {marker}")?;
         }
         at_least_one("workers", self.workers.unwrap_or(1))?;
+        let mut visible = self.visible.iter();
+        visible.try_for_each(|path| check_visible("visible", path))?;
         let limits = self.limits.validate();
         limits.map_err(|error| within("limits", error.into()))
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use candle_grpo_core::validate::{Checked, check};
 
 use super::CodeLimits;
 use super::cgroup::Cgroups;
@@ -35,6 +36,12 @@ const SYSTEM: [&str; 11] = [
     "/etc/localtime",
     "/nix/store",
 ];
+
+/// Directories that each isolated program has for itself. A visible directory would cover them.
+const OWN: [&str; 4] = ["/dev/shm", "/proc", "/tmp", "/work"];
+
+/// Maximum number of links in a chain.
+const MAX_LINKS: usize = 16;
 
 /// The kind of namespaces that programs run in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +78,9 @@ pub(super) struct Probed {
 const MAKES_NAMESPACES: &str = "they can make user namespaces, in which they have all rights: the \
      limit of the disk and the missing network do not hold there";
 
+/// Abilities of programs without a count of processes of their own.
+const UNLIMITED_PROCESSES: &str = "the number of their processes is not limited";
+
 /// Abilities of programs whose loopback interface must be their own, and is not.
 const USES_NETWORK: &str = "they can use the network of this machine: only root gives them a \
      loopback interface of their own";
@@ -94,12 +104,6 @@ impl Sandbox {
                  of all kinds ({error:#})"
             )
         });
-        let probed = |sandbox, lacks: Option<String>| {
-            let lacks = lacks.into_iter().filter(|text| !text.is_empty());
-            let lacks: Vec<String> = lacks.chain(unfiltered).collect();
-            let lacks = Some(lacks.join("; ")).filter(|lacks| !lacks.is_empty());
-            Ok(Probed { sandbox, lacks })
-        };
         let mut sandbox = Self {
             isolation: Isolation::Missing,
             filter: filter.ok().map(Arc::new),
@@ -116,15 +120,8 @@ impl Sandbox {
             sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
             match sandbox.try_start() {
                 Ok(()) if sandbox.limits_processes()? => {
-                    let lacks = [
-                        (sandbox.makes_namespaces()?, MAKES_NAMESPACES),
-                        (sandbox.shares_network(), USES_NETWORK),
-                    ];
-                    let lacks: Vec<&str> = lacks
-                        .into_iter()
-                        .filter_map(|(is_so, text)| is_so.then_some(text))
-                        .collect();
-                    return probed(sandbox, Some(lacks.join("; ")));
+                    let lacks = sandbox.makes_namespaces()?.then_some(MAKES_NAMESPACES);
+                    return Ok(sandbox.probed(lacks.map(str::to_owned), unfiltered));
                 }
                 Ok(()) => {
                     limited.get_or_insert_with(|| sandbox.clone());
@@ -135,8 +132,8 @@ impl Sandbox {
             }
         }
         if let Some(sandbox) = limited {
-            let lacks = "the number of their processes is not limited".to_owned();
-            return probed(sandbox, Some(lacks));
+            let lacks = UNLIMITED_PROCESSES.to_owned();
+            return Ok(sandbox.probed(Some(lacks), unfiltered));
         }
         sandbox.isolation = Isolation::Missing;
         sandbox.cgroups = None;
@@ -158,10 +155,22 @@ impl Sandbox {
             .unwrap_or_default();
         let lacks = format!(
             "they can read and write files of this user, use the network and end other programs of \
-             this user, the number of their processes is not limited, and those in another session \
-             go on{memory}{secrets}; namespaces do not work here{reason}"
+             this user, {UNLIMITED_PROCESSES}, and those in another session go on{memory}{secrets}; \
+             namespaces do not work here{reason}"
         );
-        probed(sandbox, Some(lacks))
+        Ok(sandbox.probed(Some(lacks), unfiltered))
+    }
+
+    /// Returns this sandbox with what it lacks: `lacks`, its network, and the filter of calls.
+    fn probed(self, lacks: Option<String>, unfiltered: Option<String>) -> Probed {
+        let network = self.is_isolated() && self.shares_network();
+        let network = network.then(|| USES_NETWORK.to_owned());
+        let lacks = [lacks, network, unfiltered].into_iter().flatten();
+        let lacks: Vec<String> = lacks.collect();
+        Probed {
+            sandbox: self,
+            lacks: (!lacks.is_empty()).then(|| lacks.join("; ")),
+        }
     }
 
     fn works_in(&self, cgroups: &Cgroups) -> bool {
@@ -234,9 +243,14 @@ impl Sandbox {
         ))
     }
 
+    /// Returns whether a program has a loopback interface of its own.
+    fn has_own_loopback(&self) -> bool {
+        self.network == Network::Loopback && self.isolation == Isolation::Root
+    }
+
     /// Returns whether a program that must only use its own loopback interface has this machine's.
     fn shares_network(&self) -> bool {
-        self.network == Network::Loopback && self.isolation != Isolation::Root
+        self.network == Network::Loopback && !self.has_own_loopback()
     }
 
     /// Creates the directories and the cgroup for an execution.
@@ -263,9 +277,8 @@ impl Sandbox {
         command: &mut Command,
         server: Option<SocketAddr>,
     ) -> io::Result<(Child, Option<TcpListener>)> {
-        let has_own = self.network == Network::Loopback && !self.shares_network();
         on_thread(|| {
-            let listener = if has_own {
+            let listener = if self.has_own_loopback() {
                 loopback::enter(server)?
             } else {
                 None
@@ -362,28 +375,121 @@ pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> 
     })
 }
 
+/// Checks that isolated programs can have a path that an option names.
+pub(crate) fn check_visible(option: &str, path: &Path) -> Checked {
+    let covered = with_targets(path).iter().find_map(|path| covered(path));
+    let must = format!(
+        "not contain {}, which each isolated program has for itself",
+        covered.unwrap_or_default()
+    );
+    check(covered.is_none(), option, path.display(), &must)
+}
+
+/// Returns a directory of the program's own that would be covered by `path`.
+fn covered(path: &Path) -> Option<&'static str> {
+    let mut own = OWN.into_iter();
+    own.find(|own| Path::new(own).starts_with(path))
+}
+
 /// Returns the system directories, and `more` with links resolved and without paths that another
 /// one contains.
 fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = SYSTEM.iter().map(PathBuf::from).collect();
-    let mut more: Vec<PathBuf> = more.iter().filter_map(|path| real_path(path)).collect();
+    let mut more: Vec<PathBuf> = more.iter().flat_map(|path| with_targets(path)).collect();
     more.sort();
     for path in more {
-        // A directory around a visible one would cover it.
-        let is_new = !paths.iter().any(|shown| path.starts_with(shown));
-        let covers = SYSTEM
-            .iter()
-            .any(|shown| Path::new(shown).starts_with(&path));
-        if is_new && !covers {
-            paths.push(path);
+        if paths.iter().any(|shown| path.starts_with(shown)) {
+            continue;
         }
+        if let Some(own) = covered(&path) {
+            // An interpreter lists it, for example because it is in `PYTHONPATH`.
+            let path = path.display();
+            tracing::warn!("isolated programs do not see {path}, which would cover {own}");
+            continue;
+        }
+        paths.retain(|shown| !shown.starts_with(&path));
+        paths.push(path);
     }
     paths
+}
+
+/// Returns a path with links resolved as [`real_path`] does. If it is a link, its targets follow.
+pub(super) fn with_targets(path: &Path) -> Vec<PathBuf> {
+    let target = |path: &PathBuf| real_path(&path.parent()?.join(path.read_link().ok()?));
+    std::iter::successors(real_path(path), target)
+        .take(MAX_LINKS)
+        .collect()
 }
 
 /// Resolves links in the path, except in the last part, which may be a link that programs inspect.
 pub(super) fn real_path(path: &Path) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
+    let Some(name) = path.file_name() else {
+        return path.canonicalize().ok();
+    };
     let parent = path.parent()?.canonicalize().ok()?;
-    Some(parent.join(path.file_name()?)).filter(|path| path.exists())
+    Some(parent.join(name)).filter(|path| path.exists())
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    fn visible(paths: &[&str]) -> Vec<PathBuf> {
+        visible_paths(&paths.iter().map(PathBuf::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_directory_that_would_cover_a_programs_own_is_left_out() {
+        let system = visible(&[]);
+        for path in ["/", "/tmp", "/dev", "/dev/shm", "/proc", "/dev/.."] {
+            assert_eq!(visible(&[path]), system, "{path}");
+        }
+    }
+
+    #[test]
+    fn a_directory_contains_others() {
+        let all = visible(&["/etc", "/etc/passwd", "/usr/bin"]);
+        let in_etc = all.iter().filter(|path| path.starts_with("/etc"));
+        assert!(in_etc.eq(["/etc"].map(Path::new)), "{all:?}");
+        assert!(all.contains(&PathBuf::from("/usr")));
+    }
+
+    #[test]
+    fn targets_of_links_are_visible() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("data")).unwrap();
+        std::os::unix::fs::symlink("data", path("new")).unwrap();
+        std::os::unix::fs::symlink(path("new"), path("newest")).unwrap();
+        let all = visible_paths(&[path("newest")]);
+        for name in ["newest", "new", "data"] {
+            assert!(all.contains(&path(name)), "{name}: {all:?}");
+        }
+    }
+
+    #[test]
+    fn a_shared_network_is_named_beside_other_gaps() {
+        let sandbox = |isolation, network| Sandbox {
+            isolation,
+            filter: None,
+            has_domain: false,
+            limits: CodeLimits::default(),
+            visible: Vec::new(),
+            network,
+            cgroups: None,
+        };
+        let lacks = |isolation, network, lacks: Option<&str>, unfiltered: Option<&str>| {
+            let [lacks, unfiltered] = [lacks, unfiltered].map(|text| text.map(str::to_owned));
+            sandbox(isolation, network).probed(lacks, unfiltered).lacks
+        };
+        let (user, loopback) = (Isolation::User, Network::Loopback);
+        let all = lacks(user, loopback, Some(UNLIMITED_PROCESSES), Some("filter"));
+        let expected = format!("{UNLIMITED_PROCESSES}; {USES_NETWORK}; filter");
+        assert_eq!(all, Some(expected));
+        let network = Some(USES_NETWORK.to_owned());
+        assert_eq!(lacks(user, loopback, None, None), network);
+        assert_eq!(lacks(Isolation::Root, loopback, None, None), None);
+        assert_eq!(lacks(user, Network::Host, None, None), None);
+    }
 }

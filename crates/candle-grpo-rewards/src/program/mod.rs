@@ -23,7 +23,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
-use candle_grpo_base::{secrets, within};
+use candle_grpo_base::secrets;
+#[cfg(feature = "code")]
+use candle_grpo_base::within;
 use candle_grpo_core::validate::{Checked, check};
 
 #[cfg(feature = "code")]
@@ -98,12 +100,22 @@ impl Program {
             format_args!("{:?}", self.command),
             "begin with the name of a program",
         )?;
-        match &self.isolation {
-            Some(isolation) => isolation
-                .validate()
-                .map_err(|error| within("isolation", error.into())),
-            None => Ok(()),
+        #[cfg(feature = "code")]
+        if let Some(isolation) = &self.isolation {
+            let valid = isolation.validate();
+            valid.map_err(|error| within("isolation", error.into()))?;
+            if let Some(folder) = &self.folder {
+                crate::code::check_visible("folder", folder)?;
+            }
         }
+        #[cfg(not(feature = "code"))]
+        check(
+            self.isolation.is_none(),
+            "isolation",
+            "given",
+            "be absent: this program was built without the feature code",
+        )?;
+        Ok(())
     }
 
     /// Starts it in its own group, with pipes, without variables that hold keys, and with

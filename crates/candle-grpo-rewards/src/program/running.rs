@@ -86,7 +86,7 @@ impl Running {
 
     /// Waits until the program ends, `patience` is over, or `is_canceled` returns true. Returns the
     /// exit status, if the program has ended.
-    pub(super) fn wait(
+    pub(crate) fn wait(
         &mut self,
         patience: Duration,
         is_canceled: &dyn Fn() -> bool,

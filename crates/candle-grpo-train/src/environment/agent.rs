@@ -93,7 +93,7 @@ impl AgentConfig {
             let ip = self.listen.ip();
             let is_local = ip.is_loopback() || ip.is_unspecified();
             let fits = is_local || isolation.network == Network::Host;
-            let must = "be a loopback address or 0.0.0.0 with isolation.network: loopback";
+            let must = "be a loopback address, 0.0.0.0 or :: with isolation.network: loopback";
             check(fits, "listen", self.listen, must)?;
         }
         let is_named = self.api_key_env.as_deref() != Some("");

@@ -1124,9 +1124,9 @@ fn a_server_draws_ahead(#[case] mut config: TrainConfig) {
     use candle_grpo_train::rollout::Engine;
     use candle_grpo_train::rollout::engine::ServerGenerator;
 
-    use crate::engines::{LogProbs, fake_vllm};
+    use crate::engines::{LogProbs, fake_vllm, served};
 
-    let server = fake_vllm::start(LogProbs::Temperature);
+    let server = fake_vllm::start(served(LogProbs::Temperature));
     let folder = tempfile::tempdir().unwrap();
     config.rollout.engine = Engine::Vllm;
     config.rollout.base_url = vec![server.url()];

@@ -7,7 +7,6 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{PaddedTokens, PolicyLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, LayerType, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
-use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::sequence::Batch;
@@ -249,16 +248,6 @@ pub(crate) fn padded(batch: &TokenBatch) -> PaddedTokens {
     let sequences = batch.sequences().iter();
     let pairs: Vec<_> = sequences.map(|x| (x.prompt(), x.response())).collect();
     PaddedTokens::new(&pairs, device()).unwrap()
-}
-
-/// Log-distributions at a batch's responses, `[B, T, V]`.
-pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> anyhow::Result<Tensor> {
-    let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
-        anyhow::bail!("a model in this process gives no hidden states");
-    };
-    let logits = hidden.broadcast_matmul(&weight.t()?)?;
-    let total = logits.exp()?.sum_keepdim(2)?.log()?;
-    Ok(logits.broadcast_sub(&total)?)
 }
 
 /// Checks that records have the same metrics up to rounding.

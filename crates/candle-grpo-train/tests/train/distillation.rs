@@ -19,9 +19,9 @@ use rstest::rstest;
 
 use crate::common::{
     self, actor_config, assert_ranks_agree, assert_records_close, digest, drawn_parameters,
-    log_distributions, max_difference, model, parameters, parts, run, trainer_of, try_trainer,
-    with_mask,
+    max_difference, model, parameters, parts, run, trainer_of, try_trainer, with_mask,
 };
+use crate::engines::log_distributions;
 
 fn nothing(_: &Sample) -> f32 {
     0.

@@ -27,7 +27,7 @@ pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 pub use document::Document;
 pub use error::ConfigError;
 pub use hub_files::{Configuration, HubFiles, Locate};
-pub use import::{Import, ImportedKey, RollDefault, Severity, Sizes, System, Verdict};
+pub use import::{Import, ImportedKey, OtherDefault, Severity, Sizes, System, Verdict};
 pub use preset::{Algorithm, Preset};
 pub use run::RunConfig;
 pub use schema::{run_schema, section_schema, sft_schema, suite_schema};

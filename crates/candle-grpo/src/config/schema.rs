@@ -53,10 +53,23 @@ pub fn section_schema<T: JsonSchema>() -> Value {
 
 /// Returns the JSON schema of one section, which is generated once.
 pub(super) fn kept_schema<T: JsonSchema>() -> Arc<Value> {
-    static SCHEMAS: Mutex<BTreeMap<Cow<'static, str>, Arc<Value>>> = Mutex::new(BTreeMap::new());
-    let mut schemas = SCHEMAS.lock().unwrap_or_else(PoisonError::into_inner);
-    let schema = schemas.entry(T::schema_id());
-    Arc::clone(schema.or_insert_with(|| Arc::new(section_schema::<T>())))
+    static SCHEMAS: Kept<Value> = Kept::new();
+    SCHEMAS.get::<T>(section_schema::<T>)
+}
+
+/// Values of types with a schema, each computed once.
+struct Kept<V>(Mutex<BTreeMap<Cow<'static, str>, Arc<V>>>);
+
+impl<V> Kept<V> {
+    const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+
+    fn get<T: JsonSchema>(&self, value: impl FnOnce() -> V) -> Arc<V> {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let value_of_type = kept.entry(T::schema_id());
+        Arc::clone(value_of_type.or_insert_with(|| Arc::new(value())))
+    }
 }
 
 /// The keys of sections that every file has, by the section's path, with their schemas. Keys at the
@@ -147,10 +160,13 @@ pub(super) fn has_key(root: &Value, path: &str) -> bool {
 }
 
 /// Returns the names of the keys of one section.
-pub(super) fn keys_of<T: JsonSchema>() -> BTreeSet<String> {
-    let schema = generated::<T>();
-    let keys = schema["properties"].as_object();
-    keys.into_iter().flat_map(Map::keys).cloned().collect()
+pub(super) fn keys_of<T: JsonSchema>() -> Arc<BTreeSet<String>> {
+    static KEYS: Kept<BTreeSet<String>> = Kept::new();
+    KEYS.get::<T>(|| {
+        let schema = generated::<T>();
+        let keys = schema["properties"].as_object();
+        keys.into_iter().flat_map(Map::keys).cloned().collect()
+    })
 }
 
 fn generated<T: JsonSchema>() -> Value {

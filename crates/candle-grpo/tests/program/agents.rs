@@ -101,6 +101,26 @@ fn agents_without_a_report_are_scored_by_the_rewards_of_the_run() {
     }
 }
 
+#[cfg(unix)]
+#[test]
+fn rewards_of_agents_and_of_the_run_add_up() {
+    let rewards = "rewards: [{kind: regex, pattern: '^[ab]'}]";
+    let folder = folder(&config(1).replace("rewards: []", rewards));
+    write_agent(folder.path(), AGENT);
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let records = lines(&folder.path().join("run/rollouts.jsonl"));
+    let reward = |record: &Value, name: &str| record["rewards"][name].as_f64().unwrap();
+    for record in &records {
+        let completion = record["completion"].as_str().unwrap();
+        let scored = f64::from(u8::from(completion.starts_with(['a', 'b'])));
+        assert_eq!(reward(record, "regex"), scored, "{record}");
+        let sum = reward(record, "environment") + scored;
+        assert_eq!(record["reward"], Value::from(sum), "{record}");
+    }
+    let both = |record: &Value| reward(record, "environment") > 0. && reward(record, "regex") > 0.;
+    assert!(records.iter().any(both));
+}
+
 #[test]
 fn a_run_whose_agents_all_fail_ends_with_the_reason() {
     let folder = folder(&config(1));

@@ -3,7 +3,8 @@
 use std::fs::{self, Permissions};
 use std::io::Read;
 use std::net::TcpListener;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use candle_grpo_rewards::program::{IsolationConfig, Lines, Network, Program};
@@ -27,9 +28,8 @@ fn small() -> IsolationConfig {
 
 /// A Python program in a directory of its own.
 fn program(script: &str, isolation: &IsolationConfig) -> (Program, TempDir) {
-    let folder = tempfile::tempdir().unwrap();
     // Root's programs run as another user.
-    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let folder = open_folder();
     fs::write(folder.path().join("program.py"), script).unwrap();
     let python = python()[0].as_str().unwrap().to_owned();
     let command = [&python, "-s", "-S", "program.py"].map(str::to_owned);
@@ -50,13 +50,17 @@ fn line(lines: Lines) -> String {
     }
 }
 
+fn line_of(program: &Program) -> String {
+    line(start(program))
+}
+
 fn is_root() -> bool {
     fs::metadata("/proc/self").unwrap().uid() == 0
 }
 
 fn said(script: &str, isolation: &IsolationConfig) -> String {
     let (program, _folder) = program(script, isolation);
-    line(start(&program))
+    line_of(&program)
 }
 
 /// Bounded, so that it does no harm if the limit does not hold.
@@ -125,8 +129,7 @@ fn an_isolated_program_sees_its_own_files_only() {
     if !is_isolated() {
         return;
     }
-    let other = tempfile::tempdir().unwrap();
-    fs::set_permissions(other.path(), Permissions::from_mode(0o755)).unwrap();
+    let other = open_folder();
     let secret = other.path().join("secret");
     fs::write(&secret, "42").unwrap();
     let script = format!(
@@ -168,7 +171,163 @@ print([
     program.folder = None;
     let last = program.command.last_mut().unwrap();
     *last = path.display().to_string();
-    assert_eq!(line(start(&program)), "['program.py']");
+    assert_eq!(line_of(&program), "['program.py']");
+}
+
+/// A directory that users other than root can enter, too.
+fn open_folder() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    folder
+}
+
+/// Writes a file that others can execute, below directories that are made.
+fn write_script(path: &Path, text: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
+}
+
+fn script(path: &Path) -> Program {
+    let command = [path.display().to_string(), "of the command".to_owned()];
+    Program::new(&command, None, NEVER, NEVER).with_isolation(Some(&small()))
+}
+
+/// An interpreter in `folder` that is a script itself, and prints its arguments and a file of its
+/// installation.
+fn interpreter(folder: &Path) -> String {
+    let path = folder.join("versions/bin/interpreter");
+    let library = folder.join("versions/lib/library");
+    write_script(&library, "library");
+    let text = format!("#!/bin/sh\necho \"$*\" $(cat {})\n", library.display());
+    write_script(&path, &text);
+    path.display().to_string()
+}
+
+#[rstest]
+#[case::direct("#!{interpreter}", "")]
+#[case::with_an_option("#! {interpreter} an option ", "an option ")]
+#[case::through_env("#!/usr/bin/env {interpreter}", "")]
+#[case::through_env_with_options("#!/usr/bin/env -S {interpreter} an option", "an option ")]
+fn a_script_has_its_interpreter(#[case] line: &str, #[case] options: &str) {
+    if !is_isolated() {
+        return;
+    }
+    let (installed, folder) = (open_folder(), open_folder());
+    let path = folder.path().join("script");
+    let line = line.replace("{interpreter}", &interpreter(installed.path()));
+    write_script(&path, &format!("{line}\nno text for a shell (\n"));
+    let expected = format!("{options}{} of the command library", path.display());
+    assert_eq!(line_of(&script(&path)), expected);
+}
+
+#[test]
+fn a_script_of_a_name_in_path_starts() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = folder.path().join("script");
+    write_script(
+        &path,
+        "#!/usr/bin/env python3\nimport json, sys\nprint(sys.argv[1:])",
+    );
+    // It may be a launcher, such as that of pyenv, which starts a program elsewhere.
+    let expected = "['of the command']";
+    let readable = Command::new("python3").args(["-c", OTHERS_READ]).status();
+    if !is_root() || readable.unwrap().success() {
+        assert_eq!(line_of(&script(&path)), expected);
+    }
+}
+
+/// Succeeds if all users can read the interpreter.
+const OTHERS_READ: &str = "
+import os, sys
+path = os.path.realpath(sys.executable)
+sys.exit(os.stat(path).st_mode & 5 != 5)";
+
+/// Scripts of a virtual environment with a long path name their interpreter in a later line.
+#[test]
+fn a_script_has_the_virtual_environment_around_it() {
+    if !is_isolated() {
+        return;
+    }
+    let (installed, folder) = (open_folder(), open_folder());
+    let library = installed.path().join("library");
+    write_script(&library, "library\n");
+    let (python, library) = (folder.path().join("bin/python"), library.display());
+    // It names its files when it is asked, as Python does.
+    let text = format!(
+        "#!/bin/sh\necho {}\necho {library}\ncat {library}\n",
+        python.display()
+    );
+    write_script(&python, &text);
+    write_script(&folder.path().join("pyvenv.cfg"), "");
+    let path = folder.path().join("bin/server");
+    write_script(
+        &path,
+        &format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"),
+    );
+    assert_eq!(line_of(&script(&path)), "library");
+}
+
+#[rstest]
+#[case::no_interpreter(
+    "#!/no/such/program",
+    "its interpreter \"/no/such/program\" must be a program"
+)]
+#[case::itself("#!{path}", "must not lead through more than 5 scripts")]
+#[case::not_for_others("#!{secret}", "must start in isolation")]
+fn a_script_that_cannot_start_is_an_error(#[case] line: &str, #[case] words: &str) {
+    if !is_isolated() || line == "#!{secret}" && !is_root() {
+        return;
+    }
+    let folder = open_folder();
+    let path = folder.path().join("script");
+    let secret = folder.path().join("secret");
+    fs::copy("/bin/sh", &secret).unwrap();
+    fs::set_permissions(&secret, Permissions::from_mode(0o700)).unwrap();
+    let line = line.replace("{path}", path.to_str().unwrap());
+    write_script(&path, &line.replace("{secret}", secret.to_str().unwrap()));
+    let error = format!("{:#}", script(&path).check_files().unwrap_err());
+    assert!(
+        error.starts_with("command: ") && error.contains(words),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_interpreter_that_does_not_fit_in_the_limits_is_an_error() {
+    if !is_isolated() {
+        return;
+    }
+    let isolation = IsolationConfig {
+        memory_mib: 1,
+        ..small()
+    };
+    let (program, _folder) = program("", &isolation);
+    let error = format!("{:#}", program.check_files().unwrap_err());
+    assert!(error.contains("must start in isolation"), "{error}");
+}
+
+#[test]
+fn a_link_is_visible_with_its_target() {
+    if !is_isolated() {
+        return;
+    }
+    let (data, links) = (open_folder(), open_folder());
+    fs::write(data.path().join("data"), "42").unwrap();
+    let link = |name: &str, target: &Path| {
+        symlink(target, links.path().join(name)).unwrap();
+        links.path().join(name)
+    };
+    let visible = link("data", data.path());
+    let (mut program, folder) = program("", &small());
+    let text = format!("print(open({:?}).read())", visible.join("data"));
+    fs::write(folder.path().join("program.py"), text).unwrap();
+    program.folder = Some(link("folder", folder.path()));
+    program.isolation.as_mut().unwrap().visible = vec![visible];
+    assert_eq!(line_of(&program), "42");
 }
 
 /// Connects to this machine and to a server of the program's own.
@@ -198,6 +357,47 @@ fn an_isolated_program_has_its_network(#[case] network: Network, #[case] expecte
     let port = listener.local_addr().unwrap().port();
     let isolation = IsolationConfig { network, ..small() };
     assert_eq!(said(&connects(port), &isolation), expected);
+}
+
+/// A program finds names in its network.
+#[rstest]
+#[case(Network::None, "False")]
+#[case(Network::Host, "True")]
+fn files_of_the_network_are_there_with_a_network(#[case] network: Network, #[case] expected: &str) {
+    if is_isolated() && fs::exists("/etc/hosts").unwrap() {
+        let isolation = IsolationConfig { network, ..small() };
+        let script = "import os\nprint(os.path.exists('/etc/hosts'))";
+        assert_eq!(said(script, &isolation), expected);
+    }
+}
+
+#[test]
+fn an_isolated_program_inherits_variables_without_secrets() {
+    if std::env::var_os(PART).is_none() {
+        let name = "code_reward::isolated_programs::an_isolated_program_inherits_variables_without_secrets";
+        let folder = open_folder();
+        let files = format!("TMPDIR={}", folder.path().display());
+        let variables = ["env", "HF_TOKEN=secret", &files, "OTHER=other"];
+        assert_ne!(again(&variables, &[name], "variables"), Some(false));
+        return;
+    }
+    if std::env::var(PART).unwrap() != "variables" {
+        return;
+    }
+    let script = "
+import os
+print([os.environ.get(name) for name in ('HF_TOKEN', 'TMPDIR', 'OTHER', 'HOME')])";
+    let isolation = IsolationConfig {
+        require_isolation: false,
+        ..small()
+    };
+    let found = said(script, &isolation);
+    assert!(found.starts_with("[None, None, 'other', "), "{found}");
+    assert!(!is_isolated() || found.ends_with(" '/work']"), "{found}");
+    // Nothing is left in this process's directory for temporary files.
+    let names = fs::read_dir(std::env::temp_dir()).unwrap();
+    let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(!names.any(|name| name.starts_with("candle-grpo-")));
 }
 
 #[test]
@@ -340,11 +540,32 @@ fn a_machine_without_namespaces_isolates_no_program() {
     assert_eq!(said(LARGE, &weak), "no memory");
     let home = "import os\nopen(os.path.expanduser('~/new'), 'w')\nprint(os.listdir('.'))";
     assert_eq!(said(home, &weak), "['program.py']");
+    // What it leaves in its home is removed, also without its permissions.
+    let leaves = "
+import os
+home = os.path.expanduser('~')
+os.makedirs(home + '/x/y')
+os.chmod(home + '/x', 0)
+print(home)";
+    let home = said(leaves, &weak);
+    assert!(
+        home.starts_with('/') && !fs::exists(&home).unwrap(),
+        "{home}"
+    );
 }
 
 #[rstest]
 #[case(IsolationConfig { processes: 0, ..small() }, "isolation.processes: 0, must be from 1")]
 #[case(IsolationConfig { cpu_seconds: Some(0), ..small() }, "isolation.cpu_seconds: 0, must be from 1")]
+#[case(visible("/"), "isolation.visible: /, must not contain /")]
+#[case(
+    visible("/tmp"),
+    "isolation.visible: /tmp, must not contain /tmp, which each"
+)]
+#[case(
+    visible("/dev/../dev"),
+    "isolation.visible: /dev/../dev, must not contain /dev/shm"
+)]
 fn an_isolation_option_that_is_not_valid_is_named(
     #[case] isolation: IsolationConfig,
     #[case] words: &str,
@@ -352,4 +573,28 @@ fn an_isolation_option_that_is_not_valid_is_named(
     let (program, _folder) = program("", &isolation);
     let error = program.validate().unwrap_err().to_string();
     assert!(error.starts_with(words), "{error}");
+}
+
+fn visible(path: &str) -> IsolationConfig {
+    IsolationConfig {
+        visible: vec![path.into()],
+        ..small()
+    }
+}
+
+#[test]
+fn an_isolated_programs_folder_must_not_cover_its_own() {
+    let (mut program, folder) = program("", &small());
+    program.validate().unwrap();
+    let link = folder.path().join("link");
+    symlink("/", &link).unwrap();
+    for path in [Path::new("/tmp"), Path::new("/"), &link] {
+        program.folder = Some(path.to_owned());
+        let error = program.validate().unwrap_err().to_string();
+        let start = format!("folder: {}, must not contain /", path.display());
+        assert!(error.starts_with(&start), "{error}");
+    }
+    // Without isolation, it is the program's directory only.
+    program.isolation = None;
+    program.validate().unwrap();
 }

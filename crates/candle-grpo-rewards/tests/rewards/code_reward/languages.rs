@@ -85,6 +85,7 @@ fn visible_folders_can_be_read_and_not_written() {
 #[case(json!({"file": "../x"}), "file: \"../x\", must be a name without directories")]
 #[case(json!({"report": "echo"}), "report: \"echo\", must contain {marker}")]
 #[case(json!({"workers": 0}), "workers: 0")]
+#[case(json!({"visible": ["/usr/share", "/tmp"]}), "visible: /tmp, must not contain /tmp")]
 #[case(json!({"limits": {"time_seconds": 0}}), "limits.time_seconds: 0")]
 #[case(json!({"limits": {"processes": 0}}), "limits.processes: 0")]
 #[case(json!({"limits": {"memory_mib": 1u64 << 40}}), "limits.memory_mib: 1099511627776")]

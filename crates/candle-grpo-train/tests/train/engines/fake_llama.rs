@@ -7,11 +7,10 @@ use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, field, not_found, ok};
-use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
-use crate::common::END;
+use super::served_policy::{Draw, Drawn, ServedPolicy};
 
-pub(crate) fn start() -> FakeServer {
-    FakeServer::start(answer, ServedPolicy::new(LogProbs::Processed))
+pub(crate) fn start(policy: ServedPolicy) -> FakeServer {
+    FakeServer::start(answer, policy)
 }
 
 fn answer(shared: &Shared, request: &Request) -> Reply {
@@ -41,7 +40,7 @@ fn error(status: u16, kind: &str, message: &str) -> Reply {
 
 fn completions(shared: &Shared, request: &Request) -> Reply {
     let body: Value = serde_json::from_slice(&request.body).unwrap_or_default();
-    let draw = match read_draw(&body) {
+    let draw = match read_draw(&body, shared.end()) {
         Ok(draw) => draw,
         Err(message) => return error(400, "invalid_request_error", &message),
     };
@@ -63,7 +62,7 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
 }
 
 /// Absent fields have the program's defaults. Other engines' fields are ignored.
-fn read_draw(body: &Value) -> Result<Draw, String> {
+fn read_draw(body: &Value, end: u32) -> Result<Draw, String> {
     let seed: u32 = field(body, "seed")?.unwrap_or(u32::MAX);
     Ok(Draw {
         prompt: field(body, "prompt")?.ok_or("prompt: missing")?,
@@ -75,7 +74,7 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
             top_p: field(body, "top_p")?.unwrap_or(0.95),
             min_p: field(body, "min_p")?.unwrap_or(0.05),
             max_new_tokens: field(body, "max_tokens")?.unwrap_or(usize::MAX / 2),
-            stop_token_ids: vec![END],
+            stop_token_ids: vec![end],
             stop_strings: field(body, "stop")?.unwrap_or_default(),
             ..SamplingConfig::default()
         },

@@ -161,6 +161,11 @@ impl Shared {
         (self.answer)(self, request)
     }
 
+    /// The end-of-text token.
+    pub(super) fn end(&self) -> u32 {
+        self.engine().policy.served.end
+    }
+
     /// Pauses the engine, or resumes it.
     pub(super) fn set_paused(&self, paused: bool) {
         self.engine().paused = paused;

@@ -7,8 +7,7 @@ use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
-use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
-use crate::common::END;
+use super::served_policy::{Draw, Drawn, ServedPolicy};
 
 const FIELDS: &[&str] = &[
     "input_ids",
@@ -37,8 +36,8 @@ const SAMPLING_FIELDS: &[&str] = &[
     "top_p",
 ];
 
-pub(crate) fn start(log_probs: LogProbs) -> FakeServer {
-    FakeServer::start(answer, ServedPolicy::new(log_probs))
+pub(crate) fn start(policy: ServedPolicy) -> FakeServer {
+    FakeServer::start(answer, policy)
 }
 
 fn answer(shared: &Shared, request: &Request) -> Reply {
@@ -112,7 +111,7 @@ fn generate(shared: &Shared, request: &Request) -> Reply {
         let body = object(&request.body, FIELDS)?;
         let sampling = body["sampling_params"].to_string();
         let sampling = object(sampling.as_bytes(), SAMPLING_FIELDS)?;
-        let draw = read_draw(&body, &sampling)?;
+        let draw = read_draw(&body, &sampling, shared.end())?;
         Ok((body, draw))
     };
     let (body, draw) = match read() {
@@ -181,7 +180,7 @@ fn score(shared: &Shared, draw: &Draw, body: &Value) -> Reply {
 }
 
 /// Absent fields have the defaults in a model's `generation_config.json`.
-fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
+fn read_draw(body: &Value, sampling: &Value, end: u32) -> Result<Draw, String> {
     let top_k: i64 = field(sampling, "top_k")?.unwrap_or(1);
     if top_k == 0 || top_k < -1 {
         return Err(format!(
@@ -192,7 +191,7 @@ fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
     if sampling["ignore_eos"] == true {
         stop_token_ids.clear()
     } else {
-        stop_token_ids.push(END)
+        stop_token_ids.push(end)
     }
     Ok(Draw {
         prompt: field(body, "input_ids")?.ok_or("input_ids: missing")?,

@@ -9,8 +9,7 @@ use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
-use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
-use crate::common::END;
+use super::served_policy::{Draw, Drawn, ServedPolicy};
 
 /// Model name for the policy without adapters.
 pub(crate) const MODEL: &str = "policy";
@@ -40,8 +39,8 @@ const FIELDS: &[&str] = &[
     "top_p",
 ];
 
-pub(crate) fn start(log_probs: LogProbs) -> FakeServer {
-    FakeServer::start(answer, ServedPolicy::new(log_probs))
+pub(crate) fn start(policy: ServedPolicy) -> FakeServer {
+    FakeServer::start(answer, policy)
 }
 
 fn answer(shared: &Shared, request: &Request) -> Reply {
@@ -114,7 +113,7 @@ fn models(shared: &Shared) -> Reply {
 fn completions(shared: &Shared, request: &Request) -> Reply {
     let read = || -> Result<(Value, Draw), String> {
         let body = object(&request.body, FIELDS)?;
-        let draw = read_draw(&body)?;
+        let draw = read_draw(&body, shared.end())?;
         Ok((body, draw))
     };
     let (body, draw) = match read() {
@@ -133,7 +132,7 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
     let mut choices: Vec<Value> = drawn
         .iter()
         .enumerate()
-        .map(|(index, drawn)| choice(index, drawn, &draw, &body))
+        .map(|(index, drawn)| choice(index, drawn, &draw, &body, shared.end()))
         .collect();
     if let Some(k) = body["prompt_logprobs"].as_u64() {
         if k > MAX_LOGPROBS {
@@ -180,7 +179,7 @@ fn named_log_probs(token: u32, log_probs: &[f32], k: usize) -> Value {
 
 /// Absent fields have values that no client needs, like those in a model's
 /// `generation_config.json`.
-fn read_draw(body: &Value) -> Result<Draw, String> {
+fn read_draw(body: &Value, end: u32) -> Result<Draw, String> {
     let top_k: i64 = field(body, "top_k")?.unwrap_or(1);
     if top_k < -1 {
         return Err(format!(
@@ -190,7 +189,7 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
     let stop: Option<Value> = field(body, "stop")?;
     let mut stop_token_ids: Vec<u32> = field(body, "stop_token_ids")?.unwrap_or_default();
     if body["ignore_eos"] != true {
-        stop_token_ids.push(END);
+        stop_token_ids.push(end);
     }
     Ok(Draw {
         prompt: field(body, "prompt")?.ok_or("prompt: missing")?,
@@ -217,11 +216,11 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
     })
 }
 
-fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value) -> Value {
+fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value, end: u32) -> Value {
     let last = drawn.tokens.last();
     let (finish_reason, stop_reason) = match drawn.finish_reason {
         // The end-of-text token is not a stop token in a request.
-        FinishReason::StopToken if body["ignore_eos"] != true && last == Some(&END) => {
+        FinishReason::StopToken if body["ignore_eos"] != true && last == Some(&end) => {
             ("stop", Value::Null)
         }
         FinishReason::StopToken => ("stop", json!(last)),

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Fault};
 use super::served_policy::LogProbs;
-use super::{adapters, fake_sglang, fake_vllm, scaled};
+use super::{adapters, fake_sglang, fake_vllm, scaled, served};
 use crate::common::{END, model, parameters, pretrained};
 
 /// Sends a request on a new connection. The status is 0 if there is no answer.
@@ -119,7 +119,7 @@ fn vllm_draws_from_the_weights_that_it_read_last(
     #[case] log_probs: LogProbs,
     #[case] temperature: f64,
 ) {
-    let server = fake_vllm::start(log_probs);
+    let server = fake_vllm::start(served(log_probs));
     let draw = |model: &str| {
         let (status, answer) = post(&server, "/v1/completions", vllm_request(model));
         assert_eq!(status, 200, "{answer}");
@@ -157,7 +157,7 @@ fn vllm_draws_from_the_weights_that_it_read_last(
 
 #[test]
 fn a_failed_reload_ends_vllm_at_the_next_completion() {
-    let server = fake_vllm::start(LogProbs::Raw);
+    let server = fake_vllm::start(served(LogProbs::Raw));
     let reload = json!({"method": "reload_weights", "kwargs": {"weights_path": "/none"}});
     assert_eq!(post(&server, "/collective_rpc", reload).0, 500);
     let health = || call(&server, "GET", "/health", &Value::Null).0;
@@ -176,7 +176,7 @@ fn a_failed_reload_ends_vllm_at_the_next_completion() {
 
 #[test]
 fn a_pause_holds_the_completions_of_vllm() {
-    let server = fake_vllm::start(LogProbs::Raw);
+    let server = fake_vllm::start(served(LogProbs::Raw));
     assert_eq!(post(&server, "/pause?mode=keep", Value::Null).0, 200);
     assert_eq!(post(&server, "/pause?mode=later", Value::Null).0, 422);
     let paused = || call(&server, "GET", "/is_paused", &Value::Null).1;
@@ -205,7 +205,7 @@ fn vllm_refuses_a_request_that_it_cannot_answer(
     #[case] value: Value,
     #[case] words: &str,
 ) {
-    let server = fake_vllm::start(LogProbs::Raw);
+    let server = fake_vllm::start(served(LogProbs::Raw));
     let mut request = vllm_request("policy");
     request[field] = value;
     let (status, answer) = post(&server, "/v1/completions", request);
@@ -216,7 +216,7 @@ fn vllm_refuses_a_request_that_it_cannot_answer(
 
 #[test]
 fn vllm_needs_its_key_and_reports_model_and_version() {
-    let server = fake_vllm::start(LogProbs::Raw);
+    let server = fake_vllm::start(served(LogProbs::Raw));
     server.engine().api_key = Some("key".to_owned());
     let (status, models) = call(&server, "GET", "/v1/models", &Value::Null);
     assert_eq!((status, &models["data"][0]["id"]), (200, &json!("policy")));
@@ -231,7 +231,7 @@ fn vllm_needs_its_key_and_reports_model_and_version() {
 
 #[test]
 fn sglang_draws_from_the_weights_that_it_read_last() {
-    let server = fake_sglang::start(LogProbs::Temperature);
+    let server = fake_sglang::start(served(LogProbs::Temperature));
     let draw = |adapter: Option<&str>| {
         let (status, answer) = post(&server, "/generate", sglang_request(adapter));
         assert_eq!(status, 200, "{answer}");
@@ -267,7 +267,7 @@ fn sglang_draws_from_the_weights_that_it_read_last() {
 
 #[test]
 fn a_fault_replaces_an_answer_or_changes_it() {
-    let server = fake_vllm::start(LogProbs::Raw);
+    let server = fake_vllm::start(served(LogProbs::Raw));
     let mut number = 0;
     server.set_faults(move |_| {
         number += 1;

@@ -30,9 +30,21 @@ use candle_grpo_train::{
 };
 use tempfile::TempDir;
 
-use crate::common::{model, parameters, prompts, sampler, sampling, tokenizer};
+use crate::common::{END, model, parameters, prompts, sampler, sampling, tokenizer};
 use fake_server::FakeServer;
-pub(crate) use served_policy::LogProbs;
+pub(crate) use served_policy::{LogProbs, log_distributions};
+use served_policy::{Served, ServedPolicy};
+
+/// The test policy, which a server samples from.
+pub(crate) fn served(log_probs: LogProbs) -> ServedPolicy {
+    let served = Served {
+        model: model(),
+        parameters: parameters(),
+        tokenizer: tokenizer(),
+        end: END,
+    };
+    ServedPolicy::new(served, log_probs)
+}
 
 /// Servers for one engine, and the directory for their weights.
 struct Setup {
@@ -45,9 +57,9 @@ struct Setup {
 impl Setup {
     fn new(engine: Engine, sync: WeightSync, servers: usize) -> Self {
         let start = || match engine {
-            Engine::Vllm => fake_vllm::start(LogProbs::Processed),
-            Engine::Sglang => fake_sglang::start(LogProbs::Temperature),
-            Engine::Openai => fake_llama::start(),
+            Engine::Vllm => fake_vllm::start(served(LogProbs::Processed)),
+            Engine::Sglang => fake_sglang::start(served(LogProbs::Temperature)),
+            Engine::Openai => fake_llama::start(served(LogProbs::Processed)),
             other => panic!("{other:?}: no server"),
         };
         Self {

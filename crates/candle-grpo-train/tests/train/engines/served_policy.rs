@@ -6,9 +6,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::Reference;
+use candle_grpo_train::learn::{Reference, TeacherDistributions};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{
     CompletionSeed, GenerationBatch, LocalGenerator, PolicyWeights, PromptRequest,
@@ -16,8 +17,7 @@ use candle_grpo_train::rollout::{
 use candle_grpo_train::{
     Completion, ComputeDType, FinishReason, Generator, SamplingConfig, TokenBatch,
 };
-
-use crate::common::{log_distributions, model, parameters, tokenizer};
+use tokenizers::Tokenizer;
 
 /// Distribution for the log-probs that a server reports.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -30,8 +30,19 @@ pub(crate) enum LogProbs {
     Processed,
 }
 
+/// A policy with its initial weights.
+#[derive(Clone)]
+pub(crate) struct Served {
+    pub(crate) model: DecoderConfig,
+    pub(crate) parameters: Parameters,
+    pub(crate) tokenizer: Tokenizer,
+    /// The end-of-text token.
+    pub(crate) end: u32,
+}
+
 /// A policy with its adapters, whose weights come from directories.
 pub(crate) struct ServedPolicy {
+    pub(crate) served: Served,
     pub(crate) log_probs: LogProbs,
     /// Maximum length of a prompt and its completion.
     pub(crate) max_model_len: usize,
@@ -50,10 +61,10 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    fn new(parameters: &Parameters) -> Result<Self> {
+    fn new(model: &DecoderConfig, parameters: &Parameters) -> Result<Self> {
         Ok(Self {
-            generator: LocalGenerator::new(&model(), parameters)?,
-            reference: Reference::new(&model(), parameters, ComputeDType::F32)?,
+            generator: LocalGenerator::new(model, parameters)?,
+            reference: Reference::new(model, parameters, ComputeDType::F32)?,
         })
     }
 }
@@ -76,16 +87,16 @@ pub(crate) struct Drawn {
 }
 
 impl ServedPolicy {
-    /// The test policy with its initial weights.
-    pub(crate) fn new(log_probs: LogProbs) -> Self {
-        let base = parameters();
+    pub(crate) fn new(served: Served, log_probs: LogProbs) -> Self {
+        let base = served.parameters.clone();
         Self {
             log_probs,
-            max_model_len: model().max_position_embeddings,
+            max_model_len: served.model.max_position_embeddings,
             seeds: Arc::default(),
-            weights: Arc::new(Weights::new(&base).unwrap()),
+            weights: Arc::new(Weights::new(&served.model, &base).unwrap()),
             base,
             adapters: BTreeMap::new(),
+            served,
         }
     }
 
@@ -94,7 +105,7 @@ impl ServedPolicy {
         *self = Self {
             max_model_len: self.max_model_len,
             seeds: Arc::clone(&self.seeds),
-            ..Self::new(self.log_probs)
+            ..Self::new(self.served.clone(), self.log_probs)
         };
     }
 
@@ -103,21 +114,24 @@ impl ServedPolicy {
         let folder = Path::new(folder);
         let shape = DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?;
         self.base = Parameters::load_folder(&shape, folder, device())?;
-        self.weights = Arc::new(Weights::new(&self.base)?);
+        self.weights = Arc::new(Weights::new(&self.served.model, &self.base)?);
         Ok(())
     }
 
     /// Reads the adapter in a PEFT directory.
     pub(crate) fn read_adapter(&mut self, name: &str, folder: &str) -> Result<()> {
-        let adapters = Lora::load(Path::new(folder), &model(), device())?;
+        let adapters = Lora::load(Path::new(folder), &self.served.model, device())?;
         let merged = PolicyWeights {
             version: 0,
-            model: &model(),
+            model: &self.served.model,
             parameters: &self.base,
             adapters: Some(&adapters),
         }
         .merged()?;
-        let adapter = (folder.to_owned(), Arc::new(Weights::new(&merged)?));
+        let adapter = (
+            folder.to_owned(),
+            Arc::new(Weights::new(&self.served.model, &merged)?),
+        );
         self.adapters.insert(name.to_owned(), adapter);
         Ok(())
     }
@@ -144,7 +158,7 @@ impl ServedPolicy {
 
     /// Checks a request as servers do.
     pub(crate) fn check(&self, draw: &Draw) -> Result<()> {
-        let vocabulary = model().vocab_size;
+        let vocabulary = self.served.model.vocab_size;
         ensure!(!draw.prompt.is_empty(), "prompt is empty");
         if let Some(id) = draw.prompt.iter().find(|&&id| id as usize >= vocabulary) {
             anyhow::bail!("Token id {id} is out of vocabulary");
@@ -167,6 +181,7 @@ impl ServedPolicy {
     pub(crate) fn drawing(&self, weights: Arc<Weights>) -> Drawing {
         Drawing {
             weights,
+            tokenizer: self.served.tokenizer.clone(),
             log_probs: self.log_probs,
             seeds: Arc::clone(&self.seeds),
         }
@@ -175,6 +190,7 @@ impl ServedPolicy {
 
 /// A policy's state at one request.
 pub(crate) struct Drawing {
+    tokenizer: Tokenizer,
     weights: Arc<Weights>,
     log_probs: LogProbs,
     seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
@@ -213,7 +229,7 @@ impl Drawing {
             seeds: seeds.collect(),
             max_new_tokens: sampling.max_new_tokens,
         };
-        let tokenizer = tokenizer();
+        let tokenizer = self.tokenizer.clone();
         let decode = move |tokens: &[u32]| {
             let text = tokenizer.decode(tokens, true);
             text.map_err(|e| anyhow::anyhow!("{e}"))
@@ -258,4 +274,14 @@ impl Drawing {
             }
         }
     }
+}
+
+/// Log-distributions at a batch's responses, `[B, T, V]`.
+pub(crate) fn log_distributions(model: &Reference, batch: &TokenBatch) -> Result<Tensor> {
+    let TeacherDistributions::Hidden { hidden, weight, .. } = model.distributions(batch)? else {
+        anyhow::bail!("a model in this process gives no hidden states");
+    };
+    let logits = hidden.broadcast_matmul(&weight.t()?)?;
+    let total = logits.exp()?.sum_keepdim(2)?.log()?;
+    Ok(logits.broadcast_sub(&total)?)
 }

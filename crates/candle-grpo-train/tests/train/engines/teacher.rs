@@ -18,11 +18,10 @@ use candle_grpo_train::{
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use super::Setup;
 use super::fake_server::Fault;
+use super::{Setup, log_distributions};
 use crate::common::{
-    self, assert_records_close, digest, log_distributions, model, parameters, parts, trainer_of,
-    with_mask,
+    self, assert_records_close, digest, model, parameters, parts, trainer_of, with_mask,
 };
 
 fn setup(engine: Engine, servers: usize) -> Setup {

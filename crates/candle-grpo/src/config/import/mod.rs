@@ -19,7 +19,7 @@ use super::former;
 use rules::Rule;
 
 pub(super) use overrides::of as overrides_of;
-pub use report::{RollDefault, Sizes};
+pub use report::{OtherDefault, Sizes};
 pub(super) use verl::SIGN as VERL_SIGN;
 
 /// A trainer whose files are imported.
@@ -99,7 +99,7 @@ pub struct Import {
     /// Every key, in file order.
     pub keys: Vec<ImportedKey>,
     /// The keys that the file leaves out, and whose defaults differ.
-    pub defaults: Vec<RollDefault>,
+    pub defaults: Vec<OtherDefault>,
     /// The steps and the samples per update on both sides, if known.
     pub sizes: Option<Sizes>,
     /// The translation. Its errors have the file's keys and lines.

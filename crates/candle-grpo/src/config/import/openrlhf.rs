@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::super::document::Document;
-use super::report::{RollDefault, Sizes};
+use super::report::{OtherDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
@@ -151,8 +151,8 @@ pub(super) fn translate(document: &Document) -> Import {
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
-            RollDefault::new("train.num_episodes", "1 pass over the prompts", "100 steps"),
-            RollDefault::new(
+            OtherDefault::new("train.num_episodes", "1 pass over the prompts", "100 steps"),
+            OtherDefault::new(
                 "actor.lr_scheduler",
                 "cosine_with_min_lr, with a warm-up of 3%",
                 "constant",

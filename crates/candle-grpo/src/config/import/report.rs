@@ -7,18 +7,18 @@ use super::{Import, ImportedKey, Severity, Verdict};
 
 /// A key that a file leaves out, with two defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RollDefault {
+pub struct OtherDefault {
     /// The key.
     pub key: &'static str,
     /// Its default in the other trainer.
-    pub roll: &'static str,
+    pub theirs: &'static str,
     /// Its default here, which applies.
     pub here: &'static str,
 }
 
-impl RollDefault {
-    pub(super) const fn new(key: &'static str, roll: &'static str, here: &'static str) -> Self {
-        Self { key, roll, here }
+impl OtherDefault {
+    pub(super) const fn new(key: &'static str, theirs: &'static str, here: &'static str) -> Self {
+        Self { key, theirs, here }
     }
 }
 
@@ -79,8 +79,8 @@ impl fmt::Display for Import {
         }
         if !self.defaults.is_empty() {
             writeln!(f, "Absent keys, whose default differs in {}:", self.system)?;
-            for RollDefault { key, roll, here } in &self.defaults {
-                writeln!(f, "  {key}: {here} here, {roll} in {}", self.system)?;
+            for OtherDefault { key, theirs, here } in &self.defaults {
+                writeln!(f, "  {key}: {here} here, {theirs} in {}", self.system)?;
             }
         }
         if let Some(sizes) = &self.sizes {

@@ -9,7 +9,7 @@ use super::super::algorithm::AlgorithmConfig;
 use super::super::document::Document;
 use super::super::former;
 use super::super::schema::{keys_of, run_sections};
-use super::report::{RollDefault, Sizes};
+use super::report::{OtherDefault, Sizes};
 use super::rules::{
     ENVIRONMENT, METRICS, PENALTY, RANKS,
     Rule::{self, Advise, NoMeaning, Refuse, Set, To, Unless},
@@ -20,12 +20,12 @@ use super::{Import, System};
 
 /// The algorithm keys whose defaults differ. ROLL's defaults come from its code. Its page names
 /// another `loss_agg_mode`.
-const DEFAULTS: [RollDefault; 4] = [
-    RollDefault::new("adv_estimator", "gae", "grpo"),
-    RollDefault::new("rollout_batch_size", "128", "32"),
-    RollDefault::new("num_return_sequences_in_group", "1", "8"),
+const DEFAULTS: [OtherDefault; 4] = [
+    OtherDefault::new("adv_estimator", "gae", "grpo"),
+    OtherDefault::new("rollout_batch_size", "128", "32"),
+    OtherDefault::new("num_return_sequences_in_group", "1", "8"),
     // Without use_kl_loss, neither has a KL.
-    RollDefault::new("kl_loss_coef", "0", "0.001"),
+    OtherDefault::new("kl_loss_coef", "0", "0.001"),
 ];
 
 const ARGUMENTS: &str = "actor_train.training_args";
@@ -240,7 +240,7 @@ pub(super) fn translate(document: &Document) -> Import {
     idle_keys(&mut file);
     let has = |key: &str| file.translated(&format!("algorithm.{key}")).is_some();
     // A preset of ours states the algorithm.
-    let leaves_out = |default: &RollDefault| match default.key {
+    let leaves_out = |default: &OtherDefault| match default.key {
         "adv_estimator" => !has("adv_estimator") && !has("preset"),
         "kl_loss_coef" => has("use_kl_loss") && !has("kl_loss_coef") && !has("kl_coef"),
         key => !has(key),

@@ -8,7 +8,7 @@ use super::super::document::Document;
 use super::super::former;
 use super::super::schema::run_sections;
 use super::super::suggestions::nearest;
-use super::report::{RollDefault, Sizes};
+use super::report::{OtherDefault, Sizes};
 use super::rules::Rule;
 use super::{Import, ImportedKey, Severity, System, Verdict};
 
@@ -292,9 +292,9 @@ impl<'a> Translation<'a> {
     pub(super) fn left_out<const N: usize>(
         &self,
         unknown: bool,
-        defaults: [RollDefault; N],
-    ) -> Vec<RollDefault> {
-        let left_out = |default: &RollDefault| unknown && self.source.get(default.key).is_none();
+        defaults: [OtherDefault; N],
+    ) -> Vec<OtherDefault> {
+        let left_out = |default: &OtherDefault| unknown && self.source.get(default.key).is_none();
         defaults.into_iter().filter(left_out).collect()
     }
 
@@ -302,7 +302,7 @@ impl<'a> Translation<'a> {
     pub(super) fn finish(
         mut self,
         system: System,
-        defaults: Vec<RollDefault>,
+        defaults: Vec<OtherDefault>,
         sizes: Option<Sizes>,
     ) -> Import {
         self.keys.sort_by_key(|key| key.line);

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::super::document::{Document, share_of};
-use super::report::{RollDefault, Sizes};
+use super::report::{OtherDefault, Sizes};
 use super::rules::{
     ENVIRONMENT, MEMORY, METRICS, PENALTY,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
@@ -185,8 +185,8 @@ pub(super) fn translate(document: &Document, processes: usize) -> Import {
     let defaults = file.left_out(
         sizes.all_updates.is_none(),
         [
-            RollDefault::new("num_train_epochs", "3", "100 steps"),
-            RollDefault::new("lr_scheduler_type", "linear", "constant"),
+            OtherDefault::new("num_train_epochs", "3", "100 steps"),
+            OtherDefault::new("lr_scheduler_type", "linear", "constant"),
         ],
     );
     file.finish(System::Trl, defaults, Some(sizes))

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::super::document::Document;
-use super::report::{RollDefault, Sizes};
+use super::report::{OtherDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
@@ -143,7 +143,7 @@ pub(super) fn translate(document: &Document) -> Import {
     file.default("sampling.max_new_tokens", json!(512));
     file.default("checkpoint.every_steps", Value::Null);
     file.default("evaluation.every_steps", Value::Null);
-    let epochs = RollDefault::new("trainer.total_epochs", "30", "100 steps");
+    let epochs = OtherDefault::new("trainer.total_epochs", "30", "100 steps");
     let defaults = file.left_out(sizes.all_updates.is_none(), [epochs]);
     file.finish(System::Verl, defaults, Some(sizes))
 }

@@ -198,7 +198,7 @@ fn keys_that_are_left_out_are_listed_where_the_default_differs() {
         }
         assert!(here.defaults.iter().all(|other| other.key != default.key));
         // The other default is another run, or none without a critic.
-        let theirs = RunConfig::new(&with(default.roll).document);
+        let theirs = RunConfig::new(&with(default.theirs).document);
         let differs =
             theirs.is_err() || theirs.unwrap().to_value().unwrap() != absent.to_value().unwrap();
         assert!(differs, "{default:?}");
