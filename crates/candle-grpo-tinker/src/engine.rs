@@ -143,7 +143,12 @@ impl Engine {
                 })
             }
             Work::OptimStep(params) => optim_step(actor, params),
-            Work::Save(request) => request.save(id, seq, actor, &self.base.info.name, &queues),
+            Work::Save(request) => {
+                let path = request.path(id);
+                // They may be those that the request replaces.
+                self.snapshots.retain(|(record, _)| !record.has(&path));
+                request.save(path, seq, actor, &self.base.info.name, &queues)
+            }
             Work::Load { path, optimizer } => {
                 *actor = actor_from(&self.base, queues.store(), path, *optimizer)?;
                 Ok(Outcome::Loaded { path: path.clone() })
@@ -287,20 +292,25 @@ fn refused(refusal: Refusal) -> anyhow::Error {
 }
 
 impl SaveRequest {
+    /// Returns the path of a model's weights.
+    fn path(&self, id: &ModelId) -> WeightsPath {
+        WeightsPath {
+            model: id.clone(),
+            kind: self.kind,
+            name: self.name.clone(),
+        }
+    }
+
     fn save(
         &self,
-        id: &ModelId,
+        path: WeightsPath,
         seq: u64,
         actor: &Actor,
         base_model: &str,
         queues: &Queues,
     ) -> Result<Outcome> {
         let store = queues.store();
-        let path = WeightsPath {
-            model: id.clone(),
-            kind: self.kind,
-            name: self.name.clone(),
-        };
+        let id = &path.model;
         let folder = store.weights(&path);
         if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
             bail!(

@@ -62,6 +62,14 @@ pub(crate) struct SamplerRecord {
     pub(crate) model_path: Option<String>,
 }
 
+impl SamplerRecord {
+    /// Returns whether these are its weights.
+    pub(crate) fn has(&self, path: &WeightsPath) -> bool {
+        let own = self.model_path.as_deref();
+        own.is_some_and(|own| WeightsPath::parse(own).as_ref() == Ok(path))
+    }
+}
+
 /// A model's state after a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StateRecord {

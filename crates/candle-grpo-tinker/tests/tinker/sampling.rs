@@ -7,6 +7,20 @@ use tempfile::tempdir;
 
 use super::running::{MODEL, Running, example, pass, step};
 
+/// A request without a sampling session.
+fn direct(weights: &Value) -> Value {
+    let mut body = json!({
+        "num_samples": 1, "prompt_logprobs": true,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 1},
+    });
+    match weights {
+        Value::Null => body["base_model"] = json!(MODEL),
+        path => body["model_path"] = path.clone(),
+    }
+    body
+}
+
 /// A sampling session of the base model.
 fn sampler(server: &Running) -> Value {
     let body = json!({
@@ -187,4 +201,30 @@ fn wrong_requests_name_the_argument(#[case] change: Value, #[case] words: &str) 
         "{} {words}",
         refused.detail()
     );
+}
+
+#[test]
+fn weights_that_were_saved_again_are_sampled_from() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let data = [example(&[1, 2, 3])];
+    let mut last = Value::Null;
+    for round in 0..2 {
+        let at = 4 * round;
+        server.post(
+            "forward_backward",
+            &pass(&model, at + 1, "cross_entropy", &data),
+        );
+        server.post("optim_step", &step(&model, at + 2));
+        let save = json!({"model_id": model, "path": "latest", "seq_id": at + 3});
+        let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+        let drawn = server.call("asample", &direct(&path));
+        let forward = server.call("forward", &pass(&model, at + 4, "cross_entropy", &data));
+        let expected = &forward["loss_fn_outputs"][0]["logprobs"]["data"];
+        let found = drawn["prompt_logprobs"].as_array().unwrap();
+        assert_eq!(found[1..], expected.as_array().unwrap()[..]);
+        assert_ne!(*expected, last);
+        last = expected.clone();
+    }
 }
