@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, safetensors};
 use candle_grpo_base::atomic_file;
 use candle_grpo_base::server::Refusal;
@@ -150,7 +150,14 @@ impl Engine {
                 request.save(path, seq, actor, &self.base.info.name, &queues)
             }
             Work::Load { path, optimizer } => {
-                *actor = actor_from(&self.base, queues.store(), path, *optimizer)?;
+                let loaded = actor_from(&self.base, queues.store(), path, *optimizer)?;
+                let (own, found) = (actor.adapters(), loaded.adapters());
+                ensure!(
+                    own.map(Lora::config) == found.map(Lora::config),
+                    "path: {path}, must have the adapters of the model (rank {})",
+                    record.rank
+                );
+                *actor = loaded;
                 Ok(Outcome::Loaded { path: path.clone() })
             }
             Work::Refused(message) => Ok(Outcome::Refused(message.clone())),

@@ -344,3 +344,39 @@ fn one_server_has_a_folder() {
         "{error}"
     );
 }
+
+/// Loaded weights have the rank that the server reports for the model.
+#[test]
+fn weights_with_other_adapters_are_not_loaded_into_a_model() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&texts()[0])];
+    let forward = |seq: u64| server.call("forward", &pass(&model, seq, "cross_entropy", &data));
+    let create = json!({
+        "session_id": session, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 2},
+    });
+    let small = server.call("create_model", &create)["model_id"].clone();
+    let save = |model: &Value| {
+        let save = json!({"model_id": model, "path": "a", "seq_id": 1});
+        server.call("save_weights", &save)["path"].clone()
+    };
+    let (path, own) = (save(&small), save(&json!(model)));
+    let load = |seq: u64, path: &Value| {
+        let load = json!({"model_id": model, "path": path, "seq_id": seq, "optimizer": true});
+        server.call("load_weights", &load)
+    };
+    let failed = load(2, &path);
+    let words = format!(
+        "path: {}, must have the adapters of the model (rank 4)",
+        path.as_str().unwrap()
+    );
+    assert_eq!(failed["error"], words, "{failed}");
+    let start = forward(3);
+    server.post("forward_backward", &pass(&model, 4, "cross_entropy", &data));
+    server.call("optim_step", &step(&model, 5));
+    assert_ne!(forward(6), start);
+    assert_eq!(load(7, &own)["path"], own);
+    assert_eq!(forward(8), start);
+}
