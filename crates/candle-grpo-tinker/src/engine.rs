@@ -61,19 +61,23 @@ impl Engine {
     }
 
     /// Works until the queues stop.
-    pub(crate) fn run(mut self) {
+    ///
+    /// # Errors
+    ///
+    /// Fails if the folder cannot be read or written. Requests without a result wait for the next
+    /// server.
+    pub(crate) fn run(mut self) -> Result<()> {
         let queues = Arc::clone(&self.queues);
         while let Some(turn) = queues.next_turn(self.config.max_batch_size) {
             match turn {
                 Turn::Train(id, seq) => {
-                    if let Err(error) = self.train(&id, seq) {
-                        // The folder cannot be written: the request waits for the next server.
-                        tracing::error!("{id}, request {seq}: {error:#}");
-                    }
+                    let trained = self.train(&id, seq);
+                    trained.with_context(|| format!("{id}, request {seq}"))?;
                 }
                 Turn::Sample(record, requests) => self.sample(&record, &requests),
             }
         }
+        Ok(())
     }
 
     /// Executes a training request, and publishes its result.

@@ -107,6 +107,8 @@ struct State {
     /// Queues with work, each once, in turn.
     turns: VecDeque<Queue>,
     is_stopped: bool,
+    /// The reason why the engine has ended.
+    failure: Option<String>,
 }
 
 /// All sessions' queues.
@@ -123,6 +125,11 @@ pub(crate) struct Queues {
 fn too_many(max_waiting: usize) -> Refusal {
     let message = format!("{max_waiting} requests wait, --max-waiting: send this one later");
     Refusal::new(429, "too_many_requests", message)
+}
+
+fn failed(reason: &str) -> Refusal {
+    let message = format!("the engine has ended, and the server must start again: {reason}");
+    Refusal::new(503, "engine_failed", message)
 }
 
 /// Converts a folder failure.
@@ -402,6 +409,21 @@ impl Queues {
             .unwrap_or_default()
     }
 
+    /// Notes that the engine has ended. Requests without a result wait for the next server.
+    pub(crate) fn fail(&self, reason: String) {
+        tracing::error!("the engine has ended: {reason}");
+        self.state().failure = Some(reason);
+        self.results.send_modify(|count| *count += 1);
+    }
+
+    /// Checks that the engine works.
+    pub(crate) fn ensure_working(&self) -> Result<(), Refusal> {
+        match &self.state().failure {
+            Some(reason) => Err(failed(reason)),
+            None => Ok(()),
+        }
+    }
+
     /// Publishes a training request's result, once it is in the folder.
     pub(crate) fn finish_training(
         &self,
@@ -484,7 +506,19 @@ impl Queues {
     }
 
     /// Returns a request's state.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the request waits for an engine that has ended, or the folder cannot be read.
     pub(crate) fn status(&self, id: &RequestId) -> Result<Status, Refusal> {
+        let status = self.found(id)?;
+        if matches!(status, Status::Waiting) {
+            self.ensure_working()?;
+        }
+        Ok(status)
+    }
+
+    fn found(&self, id: &RequestId) -> Result<Status, Refusal> {
         match id {
             RequestId::Train(model_id, seq) => {
                 let mut state = self.state();

@@ -213,7 +213,7 @@ async fn routed(
 
 fn handle(service: &Service, call: Call, body: Bytes, is_proto: bool) -> Result<Value, Refusal> {
     match call {
-        Call::Health => Ok(json!({"status": "ok"})),
+        Call::Health => service.health(),
         Call::ClientConfig => Ok(service.client_config()),
         Call::DynamicConfig => Ok(json!({"sample_cancel_enabled": true})),
         Call::Capabilities => Ok(service.capabilities()),

@@ -1,6 +1,7 @@
 //! The server.
 
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
@@ -53,8 +54,9 @@ impl TinkerServer {
         })?;
         let engine = Engine::new(base, config, Arc::clone(&queues));
         let thread = thread::Builder::new().name("tinker-engine".to_owned());
+        let watched = Arc::clone(&queues);
         Ok(Self {
-            engine: Some(thread.spawn(move || engine.run())?),
+            engine: Some(thread.spawn(move || watch(&watched, || engine.run()))?),
             queues,
             server: Some(server),
             address,
@@ -74,5 +76,31 @@ impl Drop for TinkerServer {
         if let Some(engine) = self.engine.take() {
             let _ = engine.join();
         }
+    }
+}
+
+/// Works, and reports a failure to clients.
+fn watch(queues: &Queues, work: impl FnOnce() -> Result<()>) {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => queues.fail(format!("{error:#}")),
+        Err(_) => queues.fail("a panic, whose message is on standard error".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_of_the_engine_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), 1).unwrap();
+        watch(&queues, || Ok(()));
+        queues.ensure_working().unwrap();
+        watch(&queues, || panic!("lost"));
+        let refusal = queues.ensure_working().unwrap_err();
+        assert_eq!(refusal.status, 503);
+        assert!(refusal.message.contains("a panic"), "{}", refusal.message);
     }
 }

@@ -78,6 +78,11 @@ impl Service {
         &self.base.model
     }
 
+    pub(crate) fn health(&self) -> Result<Value, Refusal> {
+        self.queues.ensure_working()?;
+        Ok(json!({"status": "ok"}))
+    }
+
     /// Client settings.
     pub(crate) fn client_config(&self) -> Value {
         json!({

@@ -458,10 +458,13 @@ fn numbers(folder: &Path) -> Result<Vec<u64>> {
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    atomic_file::write(path, bytes).with_context(|| format!("writing {}", path.display()))
+    let write = || {
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        atomic_file::write(path, bytes)
+    };
+    write().with_context(|| format!("writing {}", path.display()))
 }
 
 fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {

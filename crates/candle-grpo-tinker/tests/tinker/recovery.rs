@@ -205,3 +205,32 @@ fn unknown_requests_are_refused() {
         assert_eq!(refused.status, status, "{id}");
     }
 }
+
+/// A request has no result if the folder cannot be written. The server reports it, and the next
+/// one executes the request.
+#[test]
+fn a_folder_that_cannot_be_written_is_reported() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let sessions = folder.path().join("sessions");
+    let results = sessions.join(&session).join("models/0/results");
+    let aside = folder.path().join("aside");
+    fs::rename(&results, &aside).unwrap();
+    fs::write(&results, "not a folder").unwrap();
+    let data = [example(&[1, 2, 3, 4])];
+    let body = pass(&model, 1, "cross_entropy", &data);
+    let promise = server.post("forward", &body);
+    let failed = server.try_result(&promise);
+    assert_eq!(failed.status, 503, "{failed:?}");
+    assert!(failed.detail().contains("results"), "{}", failed.detail());
+    let health = ureq::get(format!("{}healthz", server.url));
+    let health = health.config().http_status_as_error(false).build().call();
+    assert_eq!(health.unwrap().status().as_u16(), 503);
+    drop(server);
+    fs::remove_file(&results).unwrap();
+    fs::rename(&aside, &results).unwrap();
+    let server = Running::start(folder.path());
+    server.result(&server.post("forward", &body));
+}

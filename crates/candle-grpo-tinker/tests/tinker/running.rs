@@ -119,14 +119,19 @@ impl Running {
 
     /// Waits for the result of a call.
     pub(crate) fn result(&self, promise: &Value) -> Value {
-        let id = json!({"request_id": promise["request_id"]});
         loop {
-            let reply = self.try_post("retrieve_future", &id);
+            let reply = self.try_result(promise);
             if reply.status != 408 {
                 assert_eq!(reply.status, 200, "{}", reply.json());
                 return reply.json();
             }
         }
+    }
+
+    /// Gets the result of a call, if there is one now.
+    pub(crate) fn try_result(&self, promise: &Value) -> Reply {
+        let id = json!({"request_id": promise["request_id"]});
+        self.try_post("retrieve_future", &id)
     }
 
     /// Waits for the results of several calls.
