@@ -14,8 +14,8 @@ use candle_grpo_train::{Actor, ActorConfig};
 
 use crate::base::Base;
 use crate::config::TinkerConfig;
-use crate::queue::{Queues, RequestId, Turn};
-use crate::sampling::{SampleWork, Snapshot, is_stopped};
+use crate::queue::{Queues, SampleTurn, Turn};
+use crate::sampling::{Snapshot, is_interrupted};
 use crate::store::{
     ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, UNNAMED, WeightsPath,
 };
@@ -74,7 +74,7 @@ impl Engine {
                     let trained = self.train(&id, seq);
                     trained.with_context(|| format!("{id}, request {seq}"))?;
                 }
-                Turn::Sample(record, requests) => self.sample(&record, &requests),
+                Turn::Sample(turn) => self.sample(&turn),
             }
         }
         Ok(())
@@ -245,20 +245,22 @@ impl Engine {
     }
 
     /// Draws samples, and publishes them.
-    fn sample(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) {
-        let drawn = self.draw(record, requests);
-        let message = match drawn {
+    fn sample(&mut self, turn: &SampleTurn) {
+        let message = match self.draw(turn) {
             Ok(()) => return,
-            // Clients send requests again that this server did not answer.
-            Err(error) if is_stopped(&error) => return,
+            // Nobody waits, or clients send the requests again to the next server.
+            Err(error) if is_interrupted(&error) => return,
             Err(error) => format!("{error:#}"),
         };
         tracing::warn!("sampling: {message}");
-        self.queues
-            .fail_samples(requests.iter().map(|(id, _)| id), &message);
+        self.queues.fail_samples(turn, &message);
     }
 
-    fn draw(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) -> Result<()> {
+    fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
+        let Some((_, first)) = turn.requests.first() else {
+            return Ok(());
+        };
+        let record = &first.weights;
         let found = self.snapshots.iter().position(|(other, _)| other == record);
         match found {
             Some(place) => {
@@ -285,7 +287,7 @@ impl Engine {
             bail!("the weights are not in memory");
         };
         let size = self.config.max_batch_size;
-        snapshot.sample(&self.base, requests, size, &self.queues)
+        snapshot.sample(&self.base, turn, size, &self.queues)
     }
 }
 

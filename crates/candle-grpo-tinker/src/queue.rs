@@ -14,9 +14,16 @@ use crate::work::{Answered, Outcome, Work};
 /// Number of retrieved results that each queue keeps, for clients that ask again.
 const KEPT_RESULTS: usize = 64;
 
-/// A sampling session, or a path that requests sample from without one.
+/// A sampling session, or the queue for requests without one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct SamplerId(pub(crate) String);
+
+impl SamplerId {
+    /// Returns the queue for requests without a sampling session.
+    pub(crate) fn direct() -> Self {
+        Self("direct".to_owned())
+    }
+}
 
 /// A queue with work.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,7 +35,13 @@ enum Queue {
 /// The engine's next work.
 pub(crate) enum Turn {
     Train(ModelId, u64),
-    Sample(SamplerRecord, Vec<(RequestId, SampleWork)>),
+    Sample(SampleTurn),
+}
+
+/// Requests from the same weights with one distribution, by their numbers in a queue.
+pub(crate) struct SampleTurn {
+    pub(crate) sampler: SamplerId,
+    pub(crate) requests: Vec<(u64, SampleWork)>,
 }
 
 /// A promised request.
@@ -90,12 +103,41 @@ struct Model {
 #[derive(Debug)]
 struct Sampler {
     record: SamplerRecord,
+    /// Requests that have not started.
     waiting: VecDeque<(u64, SampleWork)>,
-    running: BTreeSet<u64>,
+    /// Requests without a result, started or not.
+    pending: BTreeSet<u64>,
+    /// Results that were not retrieved.
     done: BTreeMap<u64, Arc<Outcome>>,
-    retrieved: VecDeque<u64>,
+    /// Retrieved results, the oldest first.
+    retrieved: VecDeque<(u64, Arc<Outcome>)>,
     /// Sequence number for a request without one.
     next: u64,
+}
+
+impl Sampler {
+    fn new(record: SamplerRecord) -> Self {
+        Self {
+            record,
+            waiting: VecDeque::new(),
+            pending: BTreeSet::new(),
+            done: BTreeMap::new(),
+            retrieved: VecDeque::new(),
+            next: 0,
+        }
+    }
+
+    /// Returns a result, and notes that it was retrieved.
+    fn retrieve(&mut self, seq: u64) -> Option<Arc<Outcome>> {
+        if let Some(outcome) = self.done.remove(&seq) {
+            self.retrieved.push_back((seq, outcome));
+            if self.retrieved.len() > KEPT_RESULTS {
+                self.retrieved.pop_front();
+            }
+        }
+        let found = self.retrieved.iter().find(|(done, _)| *done == seq);
+        found.map(|(_, outcome)| Arc::clone(outcome))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -149,6 +191,8 @@ impl Queues {
     /// Reads the sessions in `store`.
     pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
         let mut state = State::default();
+        let direct = Sampler::new(SamplerRecord { model_path: None });
+        state.samplers.insert(SamplerId::direct(), direct);
         for session in store.sessions()? {
             let finished = store.is_finished(&session);
             state.sessions.insert(session.clone(), finished);
@@ -318,18 +362,6 @@ impl Queues {
         record.ok_or_else(|| unknown("sampling_session_id", &id.0))
     }
 
-    /// Returns the queue for requests without a sampling session.
-    pub(crate) fn direct_sampler(&self, record: SamplerRecord) -> SamplerId {
-        let path = record.model_path.as_deref().unwrap_or("base");
-        let id = SamplerId(format!("direct:{path}"));
-        let mut state = self.state();
-        state
-            .samplers
-            .entry(id.clone())
-            .or_insert_with(|| Sampler::new(record));
-        id
-    }
-
     /// Promises samples. A repeated request has the same id. The promise does not survive the
     /// server: the client must send it again.
     pub(crate) fn promise_samples(
@@ -343,30 +375,34 @@ impl Queues {
         let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
         let seq = seq.unwrap_or(sampler.next);
         let request = RequestId::Sample(id.clone(), seq);
-        let is_repeated = sampler.running.contains(&seq)
-            || sampler.done.contains_key(&seq)
-            || sampler.waiting.iter().any(|(waiting, _)| *waiting == seq);
-        if is_repeated {
+        let is_retrieved = sampler.retrieved.iter().any(|(done, _)| *done == seq);
+        let is_done = is_retrieved || sampler.done.contains_key(&seq);
+        if is_done || sampler.pending.contains(&seq) {
             return Ok(request);
         }
-        let unretrieved = sampler.done.len().saturating_sub(sampler.retrieved.len());
-        if sampler.waiting.len() + sampler.running.len() + unretrieved >= self.max_waiting {
+        if sampler.pending.len() >= self.max_waiting {
             return Err(too_many(self.max_waiting));
         }
-        sampler.next = sampler.next.max(seq + 1);
+        sampler.next = sampler.next.max(seq.saturating_add(1));
+        sampler.pending.insert(seq);
         sampler.waiting.push_back((seq, work(&request)));
         state.add_turn(Queue::Sampler(id.clone()));
         self.has_work.notify_one();
         Ok(request)
     }
 
-    /// Drops a request for samples that has not started.
+    /// Drops a request for samples, and its result.
     pub(crate) fn cancel(&self, id: &RequestId) {
-        if let RequestId::Sample(sampler, seq) = id
-            && let Some(sampler) = self.state().samplers.get_mut(sampler)
-        {
+        let RequestId::Sample(sampler, seq) = id else {
+            return;
+        };
+        if let Some(sampler) = self.state().samplers.get_mut(sampler) {
             sampler.waiting.retain(|(waiting, _)| waiting != seq);
+            sampler.pending.remove(seq);
+            sampler.done.remove(seq);
+            sampler.retrieved.retain(|(done, _)| done != seq);
         }
+        self.results.send_modify(|count| *count += 1);
     }
 
     /// Waits for work, at most `max_samples` equal samples. `None` after [`Self::stop`].
@@ -393,10 +429,6 @@ impl Queues {
     pub(crate) fn stop(&self) {
         self.state().is_stopped = true;
         self.has_work.notify_all();
-    }
-
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.state().is_stopped
     }
 
     /// Returns a waiting training request's digest.
@@ -447,57 +479,47 @@ impl Queues {
         Ok(())
     }
 
-    /// Publishes a sampling request's result.
-    pub(crate) fn finish_samples(&self, id: &RequestId, outcome: Outcome) {
-        let RequestId::Sample(sampler, seq) = id else {
-            return;
-        };
+    /// Publishes a sampling request's result, unless it was canceled. If nobody retrieves results,
+    /// the oldest are dropped.
+    pub(crate) fn finish_samples(&self, id: &SamplerId, seq: u64, outcome: Outcome) {
         let mut state = self.state();
-        if let Some(sampler) = state.samplers.get_mut(sampler) {
-            sampler.running.remove(seq);
-            sampler.done.insert(*seq, Arc::new(outcome));
+        if let Some(sampler) = state.samplers.get_mut(id)
+            && sampler.pending.remove(&seq)
+        {
+            sampler.done.insert(seq, Arc::new(outcome));
+            if sampler.done.len() > self.max_waiting {
+                sampler.done.pop_first();
+            }
         }
         drop(state);
         self.results.send_modify(|count| *count += 1);
     }
 
-    /// Publishes a failure for sampling requests without a result.
-    pub(crate) fn fail_samples<'a>(&self, ids: impl Iterator<Item = &'a RequestId>, message: &str) {
-        for id in ids {
-            if self.is_running(id) {
-                self.finish_samples(id, Outcome::Failed(message.to_owned()));
-            }
+    /// Publishes a failure for a turn's requests without a result.
+    pub(crate) fn fail_samples(&self, turn: &SampleTurn, message: &str) {
+        for (seq, _) in &turn.requests {
+            self.finish_samples(&turn.sampler, *seq, Outcome::Failed(message.to_owned()));
         }
     }
 
-    fn is_running(&self, id: &RequestId) -> bool {
-        let RequestId::Sample(sampler, seq) = id else {
-            return false;
-        };
+    /// Returns whether a turn is in vain: the server stops, or all its requests have a result or
+    /// were canceled.
+    pub(crate) fn is_over(&self, turn: &SampleTurn) -> bool {
         let state = self.state();
-        let sampler = state.samplers.get(sampler);
-        sampler.is_some_and(|sampler| sampler.running.contains(seq))
+        let sampler = state.samplers.get(&turn.sampler);
+        let is_pending = |seq| sampler.is_some_and(|sampler| sampler.pending.contains(seq));
+        state.is_stopped || !turn.requests.iter().any(|(seq, _)| is_pending(seq))
     }
 
-    fn status_of_samples(&self, id: &RequestId) -> Status {
-        let RequestId::Sample(sampler_id, seq) = id else {
-            return Status::Gone;
-        };
+    fn status_of_samples(&self, id: &SamplerId, seq: u64) -> Status {
         let mut state = self.state();
-        let Some(sampler) = state.samplers.get_mut(sampler_id) else {
+        let Some(sampler) = state.samplers.get_mut(id) else {
             return Status::Gone;
         };
-        let waits = sampler.waiting.iter().any(|(waiting, _)| waiting == seq);
-        if waits || sampler.running.contains(seq) {
+        if sampler.pending.contains(&seq) {
             return Status::Waiting;
         }
-        let Some(outcome) = sampler.done.get(seq).cloned() else {
-            return Status::Gone;
-        };
-        if let Some(old) = retrieve(&mut sampler.retrieved, *seq) {
-            sampler.done.remove(&old);
-        }
-        Status::Done(outcome)
+        sampler.retrieve(seq).map_or(Status::Gone, Status::Done)
     }
 
     /// Returns a receiver that changes with each result.
@@ -544,7 +566,7 @@ impl Queues {
                 let answered = self.store.read_result(model_id, *seq).map_err(internal)?;
                 Ok(answered.map_or(Status::Gone, |x| Status::Done(Arc::new(x.outcome))))
             }
-            RequestId::Sample(..) => Ok(self.status_of_samples(id)),
+            RequestId::Sample(sampler, seq) => Ok(self.status_of_samples(sampler, *seq)),
         }
     }
 }
@@ -574,19 +596,6 @@ fn sampler_id(session: &str, number: u64) -> SamplerId {
     SamplerId(format!("{session}:sample:{number}"))
 }
 
-impl Sampler {
-    fn new(record: SamplerRecord) -> Self {
-        Self {
-            record,
-            waiting: VecDeque::new(),
-            running: BTreeSet::new(),
-            done: BTreeMap::new(),
-            retrieved: VecDeque::new(),
-            next: 0,
-        }
-    }
-}
-
 impl State {
     fn add_turn(&mut self, queue: Queue) {
         if !self.turns.contains(&queue) {
@@ -608,25 +617,24 @@ impl State {
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
                 let (_, first) = sampler.waiting.front()?;
-                let sampling = first.sampling.clone();
-                let mut taken = Vec::new();
+                let (weights, sampling) = (first.weights.clone(), first.sampling.clone());
+                let mut requests: Vec<(u64, SampleWork)> = Vec::new();
                 let mut samples = 0;
                 while let Some((_, work)) = sampler.waiting.front() {
-                    let fits = taken.is_empty() || samples + work.num_samples <= max_samples;
-                    if !fits || work.sampling != sampling {
+                    let fits = requests.is_empty() || samples + work.num_samples <= max_samples;
+                    if !fits || work.weights != weights || work.sampling != sampling {
                         break;
                     }
                     samples += work.num_samples;
-                    if let Some((seq, work)) = sampler.waiting.pop_front() {
-                        sampler.running.insert(seq);
-                        taken.push((RequestId::Sample(id.clone(), seq), work));
-                    }
+                    requests.extend(sampler.waiting.pop_front());
                 }
-                let record = sampler.record.clone();
                 if !sampler.waiting.is_empty() {
-                    self.add_turn(Queue::Sampler(id));
+                    self.add_turn(Queue::Sampler(id.clone()));
                 }
-                Some(Turn::Sample(record, taken))
+                Some(Turn::Sample(SampleTurn {
+                    sampler: id,
+                    requests,
+                }))
             }
         }
     }

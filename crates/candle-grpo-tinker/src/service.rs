@@ -408,17 +408,22 @@ impl Service {
             let must = format!("be from 1 to {MAX_SAMPLES}");
             return Err(Refusal::invalid("num_samples", samples, &must));
         }
-        let work = self.sample_work(&request)?;
         let queues = &self.queues;
-        let id = match &request.sampling_session_id {
-            Some(id) => SamplerId(id.clone()),
+        let (id, weights, seq) = match &request.sampling_session_id {
+            Some(id) => {
+                let id = SamplerId(id.clone());
+                let weights = queues.sampler(&id)?;
+                (id, weights, request.seq_id)
+            }
+            // Clients share this queue, so their numbers are not unique.
             None => {
                 let (base, path) = (request.base_model.as_deref(), request.model_path.as_deref());
-                queues.direct_sampler(self.sampler_record(base, path)?)
+                (SamplerId::direct(), self.sampler_record(base, path)?, None)
             }
         };
+        let work = self.sample_work(weights, &request)?;
         let seed = request.sampling_params.seed;
-        let promise = queues.promise_samples(&id, request.seq_id, |id| SampleWork {
+        let promise = queues.promise_samples(&id, seq, |id| SampleWork {
             seed: seed.unwrap_or_else(|| seed_of(&id.to_string())),
             ..work
         })?;
@@ -428,7 +433,7 @@ impl Service {
         Ok(answer)
     }
 
-    fn sample_work(&self, request: &Sample) -> Result<SampleWork, Refusal> {
+    fn sample_work(&self, weights: SamplerRecord, request: &Sample) -> Result<SampleWork, Refusal> {
         let params = &request.sampling_params;
         let prompt = request.prompt.tokens("prompt")?;
         let model = self.model();
@@ -499,6 +504,7 @@ impl Service {
             }
         };
         Ok(SampleWork {
+            weights,
             prompt,
             num_samples: request.num_samples,
             seed: 0,

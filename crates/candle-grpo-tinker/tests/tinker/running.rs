@@ -152,6 +152,23 @@ impl Running {
         session["session_id"].as_str().unwrap().to_owned()
     }
 
+    /// Occupies the engine with samples, until they are canceled.
+    pub(crate) fn occupy(&self) -> Value {
+        let body = json!({
+            "base_model": MODEL,
+            "num_samples": 4096,
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {"stop": []},
+        });
+        self.post("asample", &body)
+    }
+
+    /// Cancels a call.
+    pub(crate) fn cancel(&self, promise: &Value) {
+        let id = json!({"request_id": promise["request_id"]});
+        self.post("cancel_future", &id);
+    }
+
     /// Creates a session with a model, and returns the model's id.
     pub(crate) fn new_model(&self) -> String {
         self.model(&self.session(), 0, 1)

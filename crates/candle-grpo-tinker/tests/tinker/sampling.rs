@@ -1,5 +1,7 @@
 //! Samples.
 
+use std::thread;
+
 use candle_grpo_tinker::TinkerConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -46,7 +48,8 @@ fn a_seed_draws_the_same_samples_in_any_batch() {
     let sampler = sampler(&server);
     let params = json!({"max_tokens": 20, "seed": 7, "stop": []});
     let alone = server.call("asample", &request(&sampler, 0, params.clone()));
-    // These share a batch if the engine is busy.
+    // These share a batch: they wait for the engine.
+    let first = server.occupy();
     let promises: Vec<Value> = (1..6)
         .map(|seq| {
             let mut params = params.clone();
@@ -54,6 +57,7 @@ fn a_seed_draws_the_same_samples_in_any_batch() {
             server.post("asample", &request(&sampler, seq, params))
         })
         .collect();
+    server.cancel(&first);
     let results = server.results(&promises);
     assert_eq!(results[2], alone);
     assert_ne!(results[0], alone);
@@ -164,9 +168,11 @@ fn waiting_requests_have_a_limit() {
     });
     let sampler = sampler(&server);
     let body = |seq| request(&sampler, seq, json!({"max_tokens": 1}));
+    let first = server.occupy();
     let promises = [0, 1].map(|seq| server.post("asample", &body(seq)));
     let refused = server.try_post("asample", &body(2));
     assert_eq!(refused.status, 429, "{refused:?}");
+    server.cancel(&first);
     for promise in &promises {
         server.result(promise);
     }
@@ -227,4 +233,70 @@ fn weights_that_were_saved_again_are_sampled_from() {
         assert_ne!(*expected, last);
         last = expected.clone();
     }
+}
+
+/// A client that ends without its results does not take the place of others.
+#[test]
+fn results_that_nobody_retrieves_are_dropped() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let sampler = sampler(&server);
+    let lost: Vec<Value> = (0..6)
+        .map(|seq| {
+            let promise = server.post("asample", &direct(&Value::Null));
+            // This request has its turn after the one before.
+            server.call("asample", &request(&sampler, seq, json!({"max_tokens": 1})));
+            promise
+        })
+        .collect();
+    assert_eq!(server.try_result(&lost[0]).status, 410);
+    for promise in &lost[4..] {
+        assert_eq!(server.try_result(promise).status, 200);
+    }
+}
+
+#[test]
+fn a_canceled_request_has_no_result_and_no_place() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let (first, second) = (sampler(&server), sampler(&server));
+    let body = |sampler: &Value, seq| request(sampler, seq, json!({"max_tokens": 1}));
+    let running = server.occupy();
+    let waiting = server.post("asample", &body(&first, 0));
+    thread::scope(|scope| {
+        let retrieved = scope.spawn(|| server.try_result(&waiting));
+        server.cancel(&waiting);
+        let gone = retrieved.join().unwrap();
+        assert_eq!(gone.status, 410, "{gone:?}");
+    });
+    // One that runs, too, and one with a result.
+    server.cancel(&running);
+    assert_eq!(server.try_result(&running).status, 410);
+    let done = [1, 2].map(|seq| server.post("asample", &body(&first, seq)));
+    server.call("asample", &body(&second, 0));
+    for promise in &done {
+        server.cancel(promise);
+        assert_eq!(server.try_result(promise).status, 410);
+    }
+    server.call("asample", &body(&first, 3));
+}
+
+#[test]
+fn requests_without_a_sampling_session_have_numbers_of_their_own() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut bodies = [direct(&Value::Null), direct(&Value::Null)];
+    bodies[1]["num_samples"] = json!(2);
+    let samples = bodies.map(|mut body| {
+        body["seq_id"] = json!(0);
+        let found = server.call("asample", &body);
+        found["sequences"].as_array().unwrap().len()
+    });
+    assert_eq!(samples, [1, 2]);
 }
