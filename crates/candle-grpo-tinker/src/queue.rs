@@ -77,14 +77,6 @@ impl RequestId {
     }
 }
 
-/// A promised request's state.
-pub(crate) enum Status {
-    Waiting,
-    Done(Arc<Outcome>),
-    /// The server has no such promise, or no longer: the client must send the request again.
-    Gone,
-}
-
 #[derive(Debug, Default)]
 struct Model {
     record: Option<ModelRecord>,
@@ -511,48 +503,44 @@ impl Queues {
         state.is_stopped || !turn.requests.iter().any(|(seq, _)| is_pending(seq))
     }
 
-    fn status_of_samples(&self, id: &SamplerId, seq: u64) -> Status {
-        let mut state = self.state();
-        let Some(sampler) = state.samplers.get_mut(id) else {
-            return Status::Gone;
-        };
-        if sampler.pending.contains(&seq) {
-            return Status::Waiting;
-        }
-        sampler.retrieve(seq).map_or(Status::Gone, Status::Done)
-    }
-
     /// Returns a receiver that changes with each result.
     pub(crate) fn results(&self) -> watch::Receiver<u64> {
         self.results.subscribe()
     }
 
-    /// Returns a request's state.
+    /// Returns whether a request has no result yet. Reads no file.
     ///
     /// # Errors
     ///
-    /// Fails if the request waits for an engine that has ended, or the folder cannot be read.
-    pub(crate) fn status(&self, id: &RequestId) -> Result<Status, Refusal> {
-        let status = self.found(id)?;
-        if matches!(status, Status::Waiting) {
-            self.ensure_working()?;
+    /// Fails if the request waits for an engine that has ended.
+    pub(crate) fn is_pending(&self, id: &RequestId) -> Result<bool, Refusal> {
+        let state = self.state();
+        let is_pending = match id {
+            RequestId::Train(model, seq) => {
+                let model = state.models.get(model);
+                model.is_some_and(|model| model.waiting.contains_key(seq))
+            }
+            RequestId::Sample(sampler, seq) => {
+                let sampler = state.samplers.get(sampler);
+                sampler.is_some_and(|sampler| sampler.pending.contains(seq))
+            }
+        };
+        match &state.failure {
+            Some(reason) if is_pending => Err(failed(reason)),
+            _ => Ok(is_pending),
         }
-        Ok(status)
     }
 
-    fn found(&self, id: &RequestId) -> Result<Status, Refusal> {
+    /// Returns a request's result. `None` if the server has none, or no longer: the client must
+    /// send the request again.
+    pub(crate) fn retrieve(&self, id: &RequestId) -> Result<Option<Arc<Outcome>>, Refusal> {
+        let mut state = self.state();
         match id {
-            RequestId::Train(model_id, seq) => {
-                let mut state = self.state();
-                let Some(model) = state.models.get_mut(model_id) else {
-                    return Ok(Status::Gone);
+            RequestId::Train(id, seq) => {
+                let model = state.models.get_mut(id);
+                let Some(model) = model.filter(|model| model.done.contains(seq)) else {
+                    return Ok(None);
                 };
-                if model.waiting.contains_key(seq) {
-                    return Ok(Status::Waiting);
-                }
-                if !model.done.contains(seq) {
-                    return Ok(Status::Gone);
-                }
                 let old = retrieve(&mut model.retrieved, *seq);
                 // The last result says where a server that starts again continues.
                 let old = old.filter(|old| old + 1 != model.next);
@@ -561,12 +549,15 @@ impl Queues {
                 }
                 drop(state);
                 if let Some(old) = old {
-                    self.store.remove_result(model_id, old).map_err(internal)?;
+                    self.store.remove_result(id, old).map_err(internal)?;
                 }
-                let answered = self.store.read_result(model_id, *seq).map_err(internal)?;
-                Ok(answered.map_or(Status::Gone, |x| Status::Done(Arc::new(x.outcome))))
+                let answered = self.store.read_result(id, *seq).map_err(internal)?;
+                Ok(answered.map(|answered| Arc::new(answered.outcome)))
             }
-            RequestId::Sample(sampler, seq) => Ok(self.status_of_samples(sampler, *seq)),
+            RequestId::Sample(id, seq) => {
+                let sampler = state.samplers.get_mut(id);
+                Ok(sampler.and_then(|sampler| sampler.retrieve(*seq)))
+            }
         }
     }
 }
