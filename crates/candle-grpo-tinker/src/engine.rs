@@ -72,7 +72,17 @@ impl Engine {
             match turn {
                 Turn::Train(id, seq) => {
                     let trained = self.train(&id, seq);
-                    trained.with_context(|| format!("{id}, request {seq}"))?;
+                    // Nobody waits if the session was finished meanwhile.
+                    if queues.model(&id).is_ok() {
+                        trained.with_context(|| format!("{id}, request {seq}"))?;
+                    }
+                }
+                Turn::Finish(id) => {
+                    self.models.retain(|(other, _)| *other != id);
+                    // A server that starts completes it.
+                    if let Err(error) = queues.store().finish_model(&id) {
+                        tracing::warn!("{id}: removing its files: {error:#}");
+                    }
                 }
                 Turn::Sample(turn) => self.sample(&turn),
             }

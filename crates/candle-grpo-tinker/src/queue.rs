@@ -29,6 +29,8 @@ impl SamplerId {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Queue {
     Model(ModelId),
+    /// A model whose session was finished.
+    Finished(ModelId),
     Sampler(SamplerId),
 }
 
@@ -36,6 +38,8 @@ enum Queue {
 pub(crate) enum Turn {
     Train(ModelId, u64),
     Sample(SampleTurn),
+    /// Remove a model whose session was finished.
+    Finish(ModelId),
 }
 
 /// Requests from the same weights with one distribution, by their numbers in a queue.
@@ -172,6 +176,17 @@ pub(crate) fn internal(error: anyhow::Error) -> Refusal {
     Refusal::new(500, "internal_error", format!("{error:#}"))
 }
 
+fn ensure_session(state: &State, id: &str) -> Result<(), Refusal> {
+    match state.sessions.get(id) {
+        Some(false) => Ok(()),
+        Some(true) => {
+            let message = format!("session_id: {id}, must be a session that is not finished");
+            Err(Refusal::new(410, "session_finished", message))
+        }
+        None => Err(unknown("session_id", id)),
+    }
+}
+
 fn unknown(name: &str, id: &str) -> Refusal {
     Refusal {
         status: 404,
@@ -189,6 +204,8 @@ impl Queues {
             let finished = store.is_finished(&session);
             state.sessions.insert(session.clone(), finished);
             if finished {
+                let models = store.models(&session)?;
+                models.iter().try_for_each(|id| store.finish_model(id))?;
                 continue;
             }
             for id in store.models(&session)? {
@@ -238,29 +255,29 @@ impl Queues {
 
     /// Checks that a session exists and is not finished.
     pub(crate) fn ensure_session(&self, id: &str) -> Result<(), Refusal> {
-        match self.state().sessions.get(id) {
-            Some(false) => Ok(()),
-            Some(true) => {
-                let message = format!("session_id: {id}, must be a session that is not finished");
-                Err(Refusal::new(410, "session_finished", message))
-            }
-            None => Err(unknown("session_id", id)),
-        }
+        ensure_session(&self.state(), id)
     }
 
-    /// Ends a session: its requests are dropped, its saved weights stay.
+    /// Ends a session: its requests are dropped, its saved weights stay. The engine removes the
+    /// other files, because it may be writing some.
     pub(crate) fn finish(&self, session: &str) -> Result<(), Refusal> {
-        let mut state = self.state();
-        if state.sessions.insert(session.to_owned(), true).is_none() {
-            state.sessions.remove(session);
+        if !self.state().sessions.contains_key(session) {
             return Err(unknown("session_id", session));
         }
-        state.models.retain(|id, _| id.session != session);
+        self.store.finish(session).map_err(internal)?;
+        let mut state = self.state();
+        state.sessions.insert(session.to_owned(), true);
+        let models = state.models.extract_if(|id, _| id.session == session);
+        let models: Vec<ModelId> = models.map(|(id, _)| id).collect();
+        for id in models {
+            state.add_turn(Queue::Finished(id));
+        }
         let prefix = format!("{session}:");
         state.samplers.retain(|id, _| !id.0.starts_with(&prefix));
         drop(state);
+        self.has_work.notify_one();
         self.results.send_modify(|count| *count += 1);
-        self.store.finish(session).map_err(internal)
+        Ok(())
     }
 
     /// Returns a model's record.
@@ -277,6 +294,7 @@ impl Queues {
         }
         self.store.add_model(id, &record).map_err(internal)?;
         let mut state = self.state();
+        ensure_session(&state, &id.session)?;
         state.models.entry(id.clone()).or_default().record = Some(record);
         Ok(())
     }
@@ -317,12 +335,15 @@ impl Queues {
             return Err(internal(error));
         }
         let mut state = self.state();
-        if let Some(model) = state.models.get_mut(id) {
-            model.stored.insert(seq);
-            if seq == model.next {
-                state.add_turn(Queue::Model(id.clone()));
-                self.has_work.notify_one();
-            }
+        let Some(model) = state.models.get_mut(id) else {
+            drop(state);
+            self.store.remove_request(id, seq).map_err(internal)?;
+            return Err(unknown("model_id", &id.to_string()));
+        };
+        model.stored.insert(seq);
+        if seq == model.next {
+            state.add_turn(Queue::Model(id.clone()));
+            self.has_work.notify_one();
         }
         Ok(RequestId::Train(id.clone(), seq))
     }
@@ -339,6 +360,7 @@ impl Queues {
             .add_sampler(session, number, &record)
             .map_err(internal)?;
         let mut state = self.state();
+        ensure_session(&state, session)?;
         state
             .samplers
             .entry(id.clone())
@@ -605,6 +627,7 @@ impl State {
                     .contains(&next)
                     .then_some(Turn::Train(id, next))
             }
+            Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
                 let (_, first) = sampler.waiting.front()?;

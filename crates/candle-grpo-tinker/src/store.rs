@@ -256,15 +256,36 @@ impl Store {
         self.session(session).join("finished").exists()
     }
 
-    /// Notes that a session is finished, and removes all but its saved weights.
+    /// Notes that a session is finished.
     pub(crate) fn finish(&self, session: &str) -> Result<()> {
-        write(&self.session(session).join("finished"), b"")?;
-        for id in self.models(session)? {
-            for part in ["requests", "results", "states"] {
-                let folder = self.model(&id).join(part);
-                if folder.exists() {
-                    atomic_file::remove_folder(&folder)?;
-                }
+        write(&self.session(session).join("finished"), b"")
+    }
+
+    /// Removes all but a model's saved weights.
+    pub(crate) fn finish_model(&self, id: &ModelId) -> Result<()> {
+        for part in ["requests", "results", "states"] {
+            let folder = self.model(id).join(part);
+            if folder.exists() {
+                atomic_file::remove_folder(&folder)?;
+            }
+        }
+        self.remove_leftovers(id)
+    }
+
+    /// Removes what a killed server was about to write or to remove.
+    fn remove_leftovers(&self, id: &ModelId) -> Result<()> {
+        let parts = [
+            "requests",
+            "results",
+            "states",
+            "weights",
+            "sampler_weights",
+        ];
+        let model = self.model(id);
+        let parts = parts.iter().map(|part| model.join(part));
+        for folder in parts.chain([model.clone()]) {
+            if folder.exists() {
+                atomic_file::remove_leftovers(&folder)?;
             }
         }
         Ok(())
@@ -370,18 +391,7 @@ impl Store {
     /// Reads which requests and results a model has. Completes what a killed server left:
     /// the last result that the state includes, and the removal of its requests.
     pub(crate) fn recover(&self, id: &ModelId) -> Result<Found> {
-        for part in [
-            "requests",
-            "results",
-            "states",
-            "weights",
-            "sampler_weights",
-        ] {
-            let folder = self.model(id).join(part);
-            if folder.exists() {
-                atomic_file::remove_leftovers(&folder)?;
-            }
-        }
+        self.remove_leftovers(id)?;
         let mut found = Found::default();
         if let Some(state) = self.state_record(id)? {
             let last = state.next.saturating_sub(1);

@@ -234,3 +234,40 @@ fn a_folder_that_cannot_be_written_is_reported() {
     let server = Running::start(folder.path());
     server.result(&server.post("forward", &body));
 }
+
+/// The names in a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// A server that is killed while it removes a session's files completes it when it starts.
+#[test]
+fn a_finished_session_keeps_only_its_saved_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let id = server.model(&session, 0, 1);
+    let save = json!({"model_id": id, "path": "a", "seq_id": 1});
+    server.call("save_weights", &save);
+    let data = [example(&[1, 2, 3, 4])];
+    server.post("forward_backward", &pass(&id, 2, "cross_entropy", &data));
+    server.post("optim_step", &step(&id, 3));
+    server.post(&format!("sessions/{session}/finish"), &json!({}));
+    // Its turn comes after the removal.
+    server.new_model();
+    let sessions = folder.path().join("sessions");
+    let model = sessions.join(&session).join("models/0");
+    let kept = ["model.json", "weights"];
+    assert_eq!(names(&model), kept);
+    drop(server);
+    for part in ["requests/7", "results/7", "states/7", ".states.1.old/7"] {
+        fs::create_dir_all(model.join(part)).unwrap();
+    }
+    drop(Running::start(folder.path()));
+    assert_eq!(names(&model), kept);
+}
