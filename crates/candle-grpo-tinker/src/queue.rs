@@ -8,7 +8,7 @@ use candle_grpo_base::server::Refusal;
 use tokio::sync::watch;
 
 use crate::sampling::SampleWork;
-use crate::store::{ModelId, ModelRecord, SamplerRecord, Store};
+use crate::store::{Found, ModelId, ModelRecord, SamplerRecord, Store};
 use crate::work::{Answered, Outcome, Work};
 
 /// Number of retrieved results that each queue keeps, for clients that ask again.
@@ -81,9 +81,9 @@ impl RequestId {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Model {
-    record: Option<ModelRecord>,
+    record: ModelRecord,
     /// Digests for requests without a result.
     waiting: BTreeMap<u64, [u8; 32]>,
     /// Requests among `waiting` that are in the folder.
@@ -109,6 +109,22 @@ struct Sampler {
     retrieved: VecDeque<(u64, Arc<Outcome>)>,
     /// Sequence number for a request without one.
     next: u64,
+}
+
+impl Model {
+    /// Creates a queue with what is in the folder.
+    fn new(record: ModelRecord, found: Found) -> Self {
+        let waiting = found.requests.range(found.next..);
+        let waiting: BTreeMap<u64, [u8; 32]> = waiting.map(|(k, v)| (*k, *v)).collect();
+        Self {
+            record,
+            stored: waiting.keys().copied().collect(),
+            waiting,
+            next: found.next,
+            done: found.results.into_iter().collect(),
+            retrieved: VecDeque::new(),
+        }
+    }
 }
 
 impl Sampler {
@@ -155,6 +171,8 @@ pub(crate) struct Queues {
     store: Store,
     max_waiting: usize,
     state: Mutex<State>,
+    /// Held while a model or a sampling session is created, so that its number has one file.
+    creation: Mutex<()>,
     has_work: Condvar,
     /// Counts results, for requests that wait for one.
     results: watch::Sender<u64>,
@@ -187,6 +205,12 @@ fn ensure_session(state: &State, id: &str) -> Result<(), Refusal> {
     }
 }
 
+/// Refuses the number of another model or sampling session.
+fn taken(name: &str, number: u64, kind: &str) -> Refusal {
+    let must = format!("be the number of one {kind}: another one of this session has it");
+    Refusal::invalid(name, number, &must)
+}
+
 fn unknown(name: &str, id: &str) -> Refusal {
     Refusal {
         status: 404,
@@ -209,17 +233,7 @@ impl Queues {
                 continue;
             }
             for id in store.models(&session)? {
-                let found = store.recover(&id)?;
-                let waiting = found.requests.range(found.next..);
-                let waiting: BTreeMap<u64, [u8; 32]> = waiting.map(|(k, v)| (*k, *v)).collect();
-                let model = Model {
-                    record: Some(store.model_record(&id)?),
-                    done: found.results.into_iter().collect(),
-                    stored: waiting.keys().copied().collect(),
-                    waiting,
-                    next: found.next,
-                    retrieved: VecDeque::new(),
-                };
+                let model = Model::new(store.model_record(&id)?, store.recover(&id)?);
                 if model.waiting.contains_key(&model.next) {
                     state.turns.push_back(Queue::Model(id.clone()));
                 }
@@ -234,6 +248,7 @@ impl Queues {
             store,
             max_waiting,
             state: Mutex::new(state),
+            creation: Mutex::new(()),
             has_work: Condvar::new(),
             results: watch::Sender::new(0),
         })
@@ -246,6 +261,10 @@ impl Queues {
     fn state(&self) -> MutexGuard<'_, State> {
         // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn creation(&self) -> MutexGuard<'_, ()> {
+        self.creation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a session that is in the folder.
@@ -283,19 +302,28 @@ impl Queues {
     /// Returns a model's record.
     pub(crate) fn model(&self, id: &ModelId) -> Result<ModelRecord, Refusal> {
         let state = self.state();
-        let record = state.models.get(id).and_then(|model| model.record.clone());
+        let record = state.models.get(id).map(|model| model.record.clone());
         record.ok_or_else(|| unknown("model_id", &id.to_string()))
     }
 
     /// Adds a model, unless it exists.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a model with other options has.
     pub(crate) fn add_model(&self, id: &ModelId, record: ModelRecord) -> Result<(), Refusal> {
-        if self.state().models.contains_key(id) {
+        let _creation = self.creation();
+        if let Ok(known) = self.model(id) {
+            if known != record {
+                return Err(taken("model_seq_id", id.number, "model"));
+            }
             return Ok(());
         }
         self.store.add_model(id, &record).map_err(internal)?;
         let mut state = self.state();
         ensure_session(&state, &id.session)?;
-        state.models.entry(id.clone()).or_default().record = Some(record);
+        let model = Model::new(record, Found::default());
+        state.models.insert(id.clone(), model);
         Ok(())
     }
 
@@ -349,6 +377,10 @@ impl Queues {
     }
 
     /// Adds a sampling session, unless it exists. Returns its id.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a sampling session with other weights has.
     pub(crate) fn add_sampler(
         &self,
         session: &str,
@@ -356,15 +388,19 @@ impl Queues {
         record: SamplerRecord,
     ) -> Result<SamplerId, Refusal> {
         let id = sampler_id(session, number);
+        let _creation = self.creation();
+        if let Ok(known) = self.sampler(&id) {
+            if known != record {
+                return Err(taken("sampling_session_seq_id", number, "sampling session"));
+            }
+            return Ok(id);
+        }
         self.store
             .add_sampler(session, number, &record)
             .map_err(internal)?;
         let mut state = self.state();
         ensure_session(&state, session)?;
-        state
-            .samplers
-            .entry(id.clone())
-            .or_insert_with(|| Sampler::new(record));
+        state.samplers.insert(id.clone(), Sampler::new(record));
         Ok(id)
     }
 

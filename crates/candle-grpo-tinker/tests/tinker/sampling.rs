@@ -300,3 +300,24 @@ fn requests_without_a_sampling_session_have_numbers_of_their_own() {
     });
     assert_eq!(samples, [1, 2]);
 }
+
+#[test]
+fn a_repeated_sampling_session_has_the_same_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let save = json!({"model_id": model, "path": "a", "seq_id": 1});
+    let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+    let create = json!({
+        "session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL,
+    });
+    let created = server.post("create_sampling_session", &create);
+    assert_eq!(server.post("create_sampling_session", &create), created);
+    let mut other = create.clone();
+    other["model_path"] = path;
+    let refused = server.try_post("create_sampling_session", &other);
+    assert_eq!(refused.status, 400);
+    let words = "sampling_session_seq_id: 0, must be the number of one sampling session: another one of this session has it";
+    assert_eq!(refused.detail(), words);
+}

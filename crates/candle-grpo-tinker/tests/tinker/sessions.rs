@@ -380,3 +380,20 @@ fn weights_with_other_adapters_are_not_loaded_into_a_model() {
     assert_eq!(load(7, &own)["path"], own);
     assert_eq!(forward(8), start);
 }
+
+#[test]
+fn a_repeated_model_has_the_same_options() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut body = json!({
+        "session_id": server.session(), "model_seq_id": 0, "base_model": MODEL,
+        "lora_config": {"rank": 4},
+    });
+    let created = server.post("create_model", &body);
+    assert_eq!(server.post("create_model", &body), created);
+    body["lora_config"]["rank"] = json!(2);
+    let refused = server.try_post("create_model", &body);
+    let words =
+        "model_seq_id: 0, must be the number of one model: another one of this session has it";
+    assert_eq!((refused.status, refused.detail().as_str()), (400, words));
+}
