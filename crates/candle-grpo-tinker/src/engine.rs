@@ -98,9 +98,8 @@ impl Engine {
     fn train(&mut self, id: &ModelId, seq: u64) -> Result<()> {
         let queues = Arc::clone(&self.queues);
         let store = queues.store();
-        let digest = queues.digest(id, seq);
-        let work = store.read_request(id, seq)?;
-        let work = work.context("the request is not in the folder")?;
+        let request = store.read_request(id, seq)?;
+        let (digest, work) = request.context("the request is not in the folder")?;
         let outcome = match &work {
             Work::Refused(message) => Outcome::Refused(message.clone()),
             work => {
@@ -212,7 +211,8 @@ impl Engine {
         };
         // Requests after the state: the gradients of passes, and steps that failed.
         for seq in next..seq {
-            let replayed = match self.queues.store().read_request(id, seq)? {
+            let request = self.queues.store().read_request(id, seq)?;
+            let replayed = match request.map(|(_, work)| work) {
                 Some(Work::Pass {
                     rows,
                     loss,
@@ -343,7 +343,10 @@ impl SaveRequest {
         }
         let optimizer = self.kind == WeightsKind::Training;
         save(actor, &folder, base_model, optimizer, |folder| {
-            Ok(std::fs::write(folder.join(REQUEST), seq.to_string())?)
+            Ok(atomic_file::write(
+                &folder.join(REQUEST),
+                seq.to_string().as_bytes(),
+            )?)
         })?;
         let is_unnamed = self.name.starts_with(UNNAMED);
         if is_unnamed {

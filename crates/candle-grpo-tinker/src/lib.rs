@@ -34,7 +34,7 @@ pub use config::TinkerConfig;
 pub use server::TinkerServer;
 
 /// Returns a SHA-256 digest.
-fn digest(bytes: &[u8]) -> [u8; 32] {
+fn digest(bytes: &[u8]) -> store::Digest {
     use sha2::{Digest, Sha256};
     Sha256::digest(bytes).into()
 }

@@ -8,7 +8,7 @@ use candle_grpo_base::server::Refusal;
 use tokio::sync::watch;
 
 use crate::sampling::SampleWork;
-use crate::store::{Found, ModelId, ModelRecord, SamplerRecord, Store};
+use crate::store::{Digest, Found, ModelId, ModelRecord, SamplerRecord, Store, StoredRequest};
 use crate::work::{Answered, Outcome, Work};
 
 /// Number of retrieved results that each queue keeps, for clients that ask again.
@@ -85,7 +85,7 @@ impl RequestId {
 struct Model {
     record: ModelRecord,
     /// Digests for requests without a result.
-    waiting: BTreeMap<u64, [u8; 32]>,
+    waiting: BTreeMap<u64, Digest>,
     /// Requests among `waiting` that are in the folder.
     stored: BTreeSet<u64>,
     /// Sequence number of the next request to execute.
@@ -115,7 +115,7 @@ impl Model {
     /// Creates a queue with what is in the folder.
     fn new(record: ModelRecord, found: Found) -> Self {
         let waiting = found.requests.range(found.next..);
-        let waiting: BTreeMap<u64, [u8; 32]> = waiting.map(|(k, v)| (*k, *v)).collect();
+        let waiting: BTreeMap<u64, Digest> = waiting.map(|(k, v)| (*k, *v)).collect();
         Self {
             record,
             stored: waiting.keys().copied().collect(),
@@ -334,12 +334,17 @@ impl Queues {
         seq: Option<u64>,
         work: &Work,
     ) -> Result<RequestId, Refusal> {
-        let digest = crate::digest(&postcard::to_stdvec(work).map_err(|e| internal(e.into()))?);
+        let request = StoredRequest::new(work).map_err(internal)?;
+        let digest = request.digest();
         let seq = {
             let mut state = self.state();
             let model = state.models.get_mut(id);
             let model = model.ok_or_else(|| unknown("model_id", &id.to_string()))?;
-            let last = model.waiting.keys().next_back().map_or(0, |last| last + 1);
+            let last = model
+                .waiting
+                .keys()
+                .next_back()
+                .map_or(0, |last| last.saturating_add(1));
             let seq = seq.unwrap_or_else(|| model.next.max(last).max(1));
             if let Some(first) = model.waiting.get(&seq) {
                 return repeated(id, seq, *first == digest);
@@ -356,7 +361,7 @@ impl Queues {
             model.waiting.insert(seq, digest);
             seq
         };
-        if let Err(error) = self.store.add_request(id, seq, digest, work) {
+        if let Err(error) = self.store.add_request(id, seq, &request) {
             if let Some(model) = self.state().models.get_mut(id) {
                 model.waiting.remove(&seq);
             }
@@ -479,16 +484,6 @@ impl Queues {
     pub(crate) fn stop(&self) {
         self.state().is_stopped = true;
         self.has_work.notify_all();
-    }
-
-    /// Returns a waiting training request's digest.
-    pub(crate) fn digest(&self, id: &ModelId, seq: u64) -> [u8; 32] {
-        let state = self.state();
-        let model = state.models.get(id);
-        model
-            .and_then(|model| model.waiting.get(&seq))
-            .copied()
-            .unwrap_or_default()
     }
 
     /// Notes that the engine has ended. Requests without a result wait for the next server.

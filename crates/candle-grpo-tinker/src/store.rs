@@ -13,7 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -168,6 +168,26 @@ pub(crate) fn weights_name(name: &str) -> Result<&str, Refusal> {
     Err(Refusal::invalid("path", format!("{name:?}"), must))
 }
 
+/// A request's SHA-256 digest.
+pub(crate) type Digest = [u8; 32];
+
+/// A request in its file: its digest and its work.
+pub(crate) struct StoredRequest(Vec<u8>);
+
+impl StoredRequest {
+    pub(crate) fn new(work: &Work) -> Result<Self> {
+        let mut bytes = vec![0; size_of::<Digest>()];
+        bytes = postcard::to_extend(work, bytes)?;
+        let (digest, work) = bytes.split_at_mut(size_of::<Digest>());
+        digest.copy_from_slice(&crate::digest(work));
+        Ok(Self(bytes))
+    }
+
+    pub(crate) fn digest(&self) -> Digest {
+        *self.0.first_chunk().unwrap_or(&Digest::default())
+    }
+}
+
 /// The server's folder.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -178,7 +198,7 @@ pub(crate) struct Store {
 /// A model's requests and results when the server starts.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    pub(crate) requests: BTreeMap<u64, [u8; 32]>,
+    pub(crate) requests: BTreeMap<u64, Digest>,
     /// Sequence numbers with a result.
     pub(crate) results: Vec<u64>,
     /// Sequence number of the first request without a result.
@@ -309,16 +329,14 @@ impl Store {
         &self,
         id: &ModelId,
         seq: u64,
-        digest: [u8; 32],
-        work: &Work,
+        request: &StoredRequest,
     ) -> Result<()> {
-        write_record(&self.request(id, seq), &(digest, work))
+        write(&self.request(id, seq), &request.0)
     }
 
-    /// Reads a promised request; `None` if it was removed.
-    pub(crate) fn read_request(&self, id: &ModelId, seq: u64) -> Result<Option<Work>> {
-        let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
-        Ok(record.map(|(_, work)| work))
+    /// Reads a promised request with its digest; `None` if it was removed.
+    pub(crate) fn read_request(&self, id: &ModelId, seq: u64) -> Result<Option<(Digest, Work)>> {
+        read_record(&self.request(id, seq))
     }
 
     /// Removes a request that is not needed to restore the model.
@@ -405,13 +423,14 @@ impl Store {
         found.next = found
             .results
             .iter()
-            .map(|seq| seq + 1)
+            .map(|seq| seq.saturating_add(1))
             .fold(found.next, u64::max);
         for seq in numbers(&self.model(id).join("requests"))? {
-            let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
-            if let Some((digest, _)) = record {
-                found.requests.insert(seq, digest);
-            }
+            let path = self.request(id, seq);
+            let mut digest = Digest::default();
+            let read = fs::File::open(&path).and_then(|mut file| file.read_exact(&mut digest));
+            read.with_context(|| format!("reading {}", path.display()))?;
+            found.requests.insert(seq, digest);
         }
         Ok(found)
     }
