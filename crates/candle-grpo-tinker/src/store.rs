@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use candle_grpo_base::atomic_file;
 use candle_grpo_base::server::Refusal;
+use candle_grpo_train::data::read_json;
+use candle_grpo_train::run::FolderLock;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -192,7 +194,7 @@ impl StoredRequest {
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
-    _lock: fs::File,
+    _lock: FolderLock,
 }
 
 /// A model's requests and results when the server starts.
@@ -210,17 +212,11 @@ impl Store {
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder.join("sessions"))
             .with_context(|| format!("folder: cannot create {}", folder.display()))?;
-        let path = folder.join(".lock");
-        let lock = fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)?;
-        if let Err(fs::TryLockError::WouldBlock) = lock.try_lock() {
-            anyhow::bail!(
-                "folder: {}, must be one that no other server has open",
-                folder.display()
-            );
-        }
+        let must = || {
+            let folder = folder.display();
+            format!("folder: {folder}, must be one that no other server has open")
+        };
+        let lock = FolderLock::take(folder, "sessions").with_context(must)?;
         let version = folder.join("version");
         match fs::read_to_string(&version) {
             Ok(found) => ensure!(
@@ -228,7 +224,10 @@ impl Store {
                 "folder: {} has the form {found:?}, must have the form {VERSION:?}",
                 folder.display()
             ),
-            Err(_) => atomic_file::write(&version, VERSION.as_bytes())?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                write(&version, VERSION.as_bytes())?;
+            }
+            Err(error) => return Err(error).with_context(|| version.display().to_string()),
         }
         Ok(Self {
             folder: folder.to_owned(),
@@ -498,11 +497,6 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 
 fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     write(path, &serde_json::to_vec_pretty(value)?)
-}
-
-fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    let read = || -> Result<T> { Ok(serde_json::from_slice(&fs::read(path)?)?) };
-    read().with_context(|| format!("reading {}", path.display()))
 }
 
 fn write_record<T: Serialize>(path: &Path, value: &T) -> Result<()> {

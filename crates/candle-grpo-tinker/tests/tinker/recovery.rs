@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-use super::running::{MODEL, Running, example, pass, step};
+use super::running::{MODEL, Running, example, pass, pretrained, step};
 
 /// The contents of all files, and the directories, by path.
 type Files = BTreeMap<PathBuf, Option<Vec<u8>>>;
@@ -160,6 +161,24 @@ fn a_step_is_not_made_twice() {
         server.call("forward", &pass(&model, 3, "cross_entropy", &data)),
         after
     );
+}
+
+#[test]
+fn a_folder_with_another_version_is_refused_and_stays() {
+    let folder = tempdir().unwrap();
+    drop(Running::start(folder.path()));
+    let version = folder.path().join("version");
+    // The last cannot be read as text.
+    for other in [&b"2"[..], &[0xff]] {
+        fs::write(&version, other).unwrap();
+        let config = TinkerConfig::new(folder.path(), MODEL);
+        let error = TinkerServer::start(config, pretrained()).unwrap_err();
+        let name = version.display().to_string();
+        let words = ["must have the form \"1\"", &name];
+        let error = error.to_string();
+        assert!(words.iter().any(|words| error.contains(words)), "{error}");
+        assert_eq!(fs::read(&version).unwrap(), other);
+    }
 }
 
 #[test]
