@@ -69,6 +69,21 @@ impl BaseInfo {
         Err(Refusal::invalid("base_model", name, &must))
     }
 
+    /// Checks tokens that the model reads or scores.
+    pub(crate) fn ensure_tokens(&self, name: &str, ids: &[u32]) -> Result<(), Refusal> {
+        if ids.is_empty() {
+            return Err(Refusal::invalid(name, "[]", "have at least one token"));
+        }
+        let vocab_size = self.model.vocab_size;
+        match ids.iter().position(|&id| id as usize >= vocab_size) {
+            None => Ok(()),
+            Some(at) => {
+                let must = format!("be below the vocabulary size {vocab_size}");
+                Err(Refusal::invalid(&format!("{name}[{at}]"), ids[at], &must))
+            }
+        }
+    }
+
     /// Returns a model's adapter options.
     pub(crate) fn lora(&self, record: &ModelRecord) -> Result<LoraConfig> {
         let all = LoraConfig::all_linear(record.rank, LORA_ALPHA);

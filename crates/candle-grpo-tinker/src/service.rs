@@ -196,13 +196,8 @@ impl Service {
         if input.data.is_empty() {
             return Err(Refusal::invalid("data", "[]", "have at least one example"));
         }
-        let rows = input.data.iter().enumerate().map(|(at, datum)| {
-            let name = format!("data[{at}]");
-            let row = loss.row(&name, datum)?;
-            let fits = row.validate(self.model());
-            fits.map_err(|error| Refusal::new(400, "invalid_value", format!("{name}.{error:#}")))?;
-            Ok(row)
-        });
+        let rows = input.data.iter().enumerate();
+        let rows = rows.map(|(at, datum)| loss.row(&format!("data[{at}]"), datum, &self.base));
         Ok(Work::Pass {
             rows: rows.collect::<Result<_, Refusal>>()?,
             loss,
@@ -437,20 +432,7 @@ impl Service {
         let params = &request.sampling_params;
         let prompt = request.prompt.tokens("prompt")?;
         let model = self.model();
-        if prompt.is_empty() {
-            return Err(Refusal::invalid("prompt", "[]", "have at least one token"));
-        }
-        if let Some(at) = prompt
-            .iter()
-            .position(|&id| id as usize >= model.vocab_size)
-        {
-            let must = format!("be below {}, the vocabulary size", model.vocab_size);
-            return Err(Refusal::invalid(
-                &format!("prompt[{at}]"),
-                prompt[at],
-                &must,
-            ));
-        }
+        self.base.ensure_tokens("prompt", &prompt)?;
         let positions = model.max_position_embeddings;
         let room = positions.saturating_sub(prompt.len());
         let max_new_tokens = params.max_tokens.unwrap_or(room);

@@ -184,7 +184,7 @@ fn waiting_requests_have_a_limit() {
 #[case(json!({"topk_prompt_logprobs": 2}), "topk_prompt_logprobs: 2, must be 0")]
 #[case(json!({"prompt": {"chunks": []}}), "prompt: [], must have at least one token")]
 #[case(json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "prompt.chunks[0].type: image, must be encoded_text")]
-#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below 12")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below the vocabulary size 12")]
 #[case(json!({"prompt": {"chunks": [{"tokens": [-1]}]}}), "prompt.chunks[0].tokens[0]: -1, must be a token")]
 #[case(json!({"sampling_params": {"max_tokens": 62}}), "sampling_params.max_tokens: 62, must be from 1 to 61")]
 #[case(json!({"sampling_params": {"temperature": -1.0}}), "sampling_params.temperature: -1.0, must be from 1e-6")]

@@ -249,7 +249,10 @@ fn a_wrong_pass_is_a_failed_result() {
         ("dro", good.clone(), "loss_fn: dro, must be cross_entropy"),
         (
             "ppo",
-            good.clone(),
+            json!({
+                "model_input": good["model_input"],
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 5])},
+            }),
             "data[0].advantages: absent, must be given",
         ),
         (
@@ -269,12 +272,46 @@ fn a_wrong_pass_is_a_failed_result() {
         ),
         (
             "cross_entropy",
+            with(
+                "weights",
+                json!({"data": [1., 1., 1e39, 1., 1.], "dtype": "float32"}),
+            ),
+            "data[0].weights[2]: inf, must be finite",
+        ),
+        (
+            "cross_entropy",
+            with("mask", super::running::numbers(&[1.; 5])),
+            "data[0].loss_fn_inputs: mask, must be target_tokens or weights, the inputs of this loss_fn",
+        ),
+        (
+            "importance_sampling",
+            with("logprobs", super::running::numbers(&[1.; 5])),
+            "data[0].loss_fn_inputs: weights, must be target_tokens, logprobs or advantages, the inputs of this loss_fn",
+        ),
+        (
+            "cross_entropy",
+            json!({
+                "model_input": {"chunks": [{"tokens": [1, 99]}]},
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1, 2])},
+            }),
+            "data[0].model_input[1]: 99, must be below the vocabulary size 12",
+        ),
+        (
+            "cross_entropy",
+            json!({
+                "model_input": {"chunks": [{"tokens": vec![1; 65]}]},
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 65])},
+            }),
+            "data[0].model_input: 65 tokens, must be at most 64, the positions of the model",
+        ),
+        (
+            "cross_entropy",
             with("target_tokens", json!({"data": [[1]], "dtype": "int64"})),
             "forward_backward_input: ",
         ),
     ];
-    for (at, (loss, example, words)) in cases.into_iter().enumerate() {
-        let body = pass(&model, at as u64 + 1, loss, &[example]);
+    for (at, (loss, example, words)) in cases.iter().enumerate() {
+        let body = pass(&model, at as u64 + 1, loss, std::slice::from_ref(example));
         let failed = server.call("forward_backward", &body);
         let error = failed["error"]
             .as_str()
@@ -282,9 +319,10 @@ fn a_wrong_pass_is_a_failed_result() {
         assert!(error.contains(words), "{error:?} {words:?}");
         assert_eq!(failed["category"], "user");
     }
+    let seq = 1 + cases.len() as u64;
     let found = server.call(
         "forward_backward",
-        &pass(&model, 7, "cross_entropy", &[good]),
+        &pass(&model, seq, "cross_entropy", &[good]),
     );
     assert!(found["metrics"]["loss:sum"].as_f64().unwrap() > 0.);
 }
