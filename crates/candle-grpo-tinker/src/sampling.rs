@@ -56,15 +56,10 @@ impl Snapshot {
             parameters: &base.parameters,
             adapters,
         };
-        let policy = match adapters {
-            None => Reference::shared(&base.info.model, &base.parameters, base.dtype),
-            Some(adapters) => {
-                Reference::with_adapters(&base.info.model, &base.parameters, adapters, base.dtype)
-            }
-        };
+        let (model, parameters) = (&base.info.model, &base.parameters);
         Ok(Self {
             generator: LocalGenerator::in_dtype(&weights, base.dtype)?,
-            policy: policy?,
+            policy: Reference::with_adapters(model, parameters, adapters, base.dtype)?,
         })
     }
 
