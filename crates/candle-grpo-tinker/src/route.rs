@@ -9,7 +9,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::header::{ACCEPT, ALLOW, CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::queue::RequestId;
 use crate::service::Service;
@@ -220,7 +220,11 @@ fn handle(service: &Service, call: Call, body: Bytes, is_proto: bool) -> Result<
         Call::ClientConfig => Ok(service.client_config()),
         Call::DynamicConfig => Ok(json!({"sample_cancel_enabled": true})),
         Call::Capabilities => Ok(service.capabilities()),
-        Call::CreateSession => service.create_session(request::json(&body)?),
+        Call::CreateSession => {
+            // Nothing in it changes a session.
+            request::json::<Map<String, Value>>(&body)?;
+            service.create_session()
+        }
         Call::Heartbeat => service.heartbeat(&request::json(&body)?),
         Call::FinishSession(id) => service.finish_session(&id),
         Call::CreateModel => service.create_model(&request::json(&body)?),

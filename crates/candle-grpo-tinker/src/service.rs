@@ -12,12 +12,11 @@ use crate::loss::LossFn;
 use crate::queue::{Queues, RequestId, SamplerId, internal};
 use crate::sampling::SampleWork;
 use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, SessionRecord, Start, UNNAMED, WeightsPath, session_name,
-    weights_name,
+    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, weights_name,
 };
 use crate::wire::request::{
-    CreateModel, CreateSampler, CreateSession, Heartbeat, Load, LoraOptions, OfModel, OptimStep,
-    OptimizerKind, Pass, PassInput, Retrieve, Sample, Save, Stop, WeightsInfo,
+    CreateModel, CreateSampler, Heartbeat, Load, LoraOptions, OfModel, OptimStep, OptimizerKind,
+    Pass, PassInput, Retrieve, Sample, Save, Stop, WeightsInfo,
 };
 use crate::work::{SaveRequest, WeightsKind, Work};
 
@@ -108,16 +107,9 @@ impl Service {
         }]})
     }
 
-    pub(crate) fn create_session(&self, request: CreateSession) -> Result<Value, Refusal> {
+    pub(crate) fn create_session(&self) -> Result<Value, Refusal> {
         let id = random_id();
-        let record = SessionRecord {
-            sdk_version: request.sdk_version,
-            user_metadata: request.user_metadata,
-        };
-        self.queues
-            .store()
-            .add_session(&id, &record)
-            .map_err(internal)?;
+        self.queues.store().add_session(&id).map_err(internal)?;
         self.queues.add_session(id.clone());
         Ok(json!({"type": "create_session", "session_id": id}))
     }

@@ -23,19 +23,11 @@ use candle_grpo_train::data::read_json;
 use candle_grpo_train::run::FolderLock;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
 use crate::work::{Answered, WeightsKind, Work};
 
 /// Folder version.
 const VERSION: &str = "1";
-
-/// A session in its file.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct SessionRecord {
-    pub(crate) sdk_version: Option<String>,
-    pub(crate) user_metadata: Option<Map<String, Value>>,
-}
 
 /// A model in its file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -266,8 +258,8 @@ impl Store {
         self.model(id).join("results").join(seq.to_string())
     }
 
-    pub(crate) fn add_session(&self, id: &str, record: &SessionRecord) -> Result<()> {
-        write_json(&self.session(id).join("session.json"), record)
+    pub(crate) fn add_session(&self, id: &str) -> Result<()> {
+        write(&self.session(id).join("session.json"), b"{}")
     }
 
     /// Returns whether a session was finished.

@@ -105,7 +105,6 @@ impl Listener {
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Server {
-            address: self.address,
             entrances,
             _main: main,
             stop: Some(stop),
@@ -156,7 +155,6 @@ impl Drop for Entrance {
 /// A running server. It stops when dropped.
 #[derive(Debug)]
 pub struct Server {
-    address: SocketAddr,
     entrances: Entrances,
     /// The listener at the address.
     _main: Entrance,
@@ -165,11 +163,6 @@ pub struct Server {
 }
 
 impl Server {
-    /// Returns the address.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     /// Returns what opens the server to more listeners.
     pub fn entrances(&self) -> &Entrances {
         &self.entrances
