@@ -53,10 +53,6 @@ impl Base {
             dtype,
         })
     }
-
-    pub(crate) fn info(&self) -> BaseInfo {
-        self.info.clone()
-    }
 }
 
 impl BaseInfo {

@@ -100,13 +100,8 @@ impl Engine {
         let store = queues.store();
         let request = store.read_request(id, seq)?;
         let (digest, work) = request.context("the request is not in the folder")?;
-        let outcome = match &work {
-            Work::Refused(message) => Outcome::Refused(message.clone()),
-            work => {
-                let done = self.execute(id, seq, work);
-                done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")))
-            }
-        };
+        let done = self.execute(id, seq, &work);
+        let outcome = done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
         let answered = Answered { digest, outcome };
         if answered.outcome.starts_state() {
             let saved = self.save_state(id, seq, &answered);

@@ -74,10 +74,7 @@ impl RequestId {
                 Err(_) => Self::Sample(SamplerId(queue.to_owned()), seq),
             })
         });
-        parsed.ok_or_else(|| Refusal {
-            status: 404,
-            ..Refusal::invalid("request_id", id, "be one that this server returned")
-        })
+        parsed.ok_or_else(|| unknown("request_id", id))
     }
 }
 
@@ -212,10 +209,7 @@ fn taken(name: &str, number: u64, kind: &str) -> Refusal {
 }
 
 fn unknown(name: &str, id: &str) -> Refusal {
-    Refusal {
-        status: 404,
-        ..Refusal::invalid(name, id, "be one that this server returned")
-    }
+    Refusal::missing(name, id, "be one that this server returned")
 }
 
 impl Queues {

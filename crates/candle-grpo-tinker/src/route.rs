@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use candle_grpo_base::server::{Key, Refusal, authorize, read_body};
+use candle_grpo_base::server::{Key, Refusal, allow, authorize, read_body, response};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{ACCEPT, ALLOW, CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::header::{ACCEPT, CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response};
 use serde_json::{Map, Value, json};
 
 use crate::queue::RequestId;
@@ -136,17 +136,19 @@ pub(crate) async fn answer(
 ) -> Response<Full<Bytes>> {
     match routed(service, key, request).await {
         Ok(response) => response,
-        Err(refusal) => {
-            let Refusal {
-                status,
-                code,
-                param,
-                message,
-            } = refusal;
-            let body = json!({"detail": message, "code": code, "param": param});
-            reply(status, Body::Json(body))
-        }
+        Err(refusal) => refused(refusal),
     }
+}
+
+fn refused(refusal: Refusal) -> Response<Full<Bytes>> {
+    let Refusal {
+        status,
+        code,
+        param,
+        message,
+    } = refusal;
+    let body = json!({"detail": message, "code": code, "param": param});
+    reply(status, Body::Json(body))
 }
 
 fn reply(status: u16, body: Body) -> Response<Full<Bytes>> {
@@ -154,12 +156,7 @@ fn reply(status: u16, body: Body) -> Response<Full<Bytes>> {
         Body::Json(value) => (JSON, Bytes::from(value.to_string())),
         Body::Protobuf(bytes) => (PROTOBUF, Bytes::from(bytes)),
     };
-    let mut response = Response::new(Full::new(bytes));
-    *response.status_mut() =
-        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    response
+    response(status, kind, Full::new(bytes))
 }
 
 fn text(value: Option<&HeaderValue>) -> Option<&str> {
@@ -178,11 +175,8 @@ async fn routed(
     };
     let method = call.method();
     if request.method() != method {
-        let message = format!("method: {}, must be {method}", request.method());
-        let mut response = reply(405, Body::Json(json!({"detail": message})));
-        if let Ok(allowed) = HeaderValue::from_str(method.as_str()) {
-            response.headers_mut().insert(ALLOW, allowed);
-        }
+        let mut response = refused(Refusal::method(request.method(), &method));
+        allow(&mut response, &method);
         return Ok(response);
     }
     if let Some(key) = &key {

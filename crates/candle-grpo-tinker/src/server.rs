@@ -48,7 +48,7 @@ impl TinkerServer {
         let listener = Listener::bind(config.listen)?;
         let address = listener.address();
         let bytes = config.max_request_bytes;
-        let service = Arc::new(Service::new(base.info(), Arc::clone(&queues), bytes));
+        let service = Arc::new(Service::new(base.info.clone(), Arc::clone(&queues), bytes));
         let server = listener.serve("tinker", move |request| {
             route::answer(Arc::clone(&service), key.clone(), request)
         })?;

@@ -149,9 +149,7 @@ impl Service {
             train_mlp: options.train_mlp,
         };
         let lora = self.base.lora(&record);
-        lora.map_err(|error| {
-            Refusal::new(400, "invalid_value", format!("lora_config: {error:#}"))
-        })?;
+        lora.map_err(|error| Refusal::within("lora_config: ", &error))?;
         self.queues.add_model(&id, record)?;
         self.queues
             .promise(&id, Some(0), &Work::Create)
@@ -289,11 +287,7 @@ impl Service {
     /// Returns the record for the model that saved weights come from.
     fn source(&self, path: &WeightsPath) -> Result<ModelRecord, Refusal> {
         let store = self.queues.store();
-        let must = "be saved weights of this server";
-        let missing = || Refusal {
-            status: 404,
-            ..Refusal::invalid("path", path, must)
-        };
+        let missing = || Refusal::missing("path", path, "be saved weights of this server");
         if !store.weights(path).exists() {
             return Err(missing());
         }
@@ -464,9 +458,8 @@ impl Service {
             max_new_tokens: positions,
             ..SamplingConfig::default()
         };
-        sampling.validate_for(model.vocab_size).map_err(|error| {
-            Refusal::new(400, "invalid_value", format!("sampling_params.{error:#}"))
-        })?;
+        let valid = sampling.validate_for(model.vocab_size);
+        valid.map_err(|error| Refusal::within("sampling_params.", &error))?;
         let last = request.prompt_logprobs_last_n;
         let prompt_log_probs = match (request.prompt_logprobs == Some(true), last) {
             (false, None) => None,

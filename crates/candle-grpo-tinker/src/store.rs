@@ -90,10 +90,7 @@ impl ModelId {
                 number: number.parse().ok()?,
             })
         });
-        parsed.ok_or_else(|| Refusal {
-            status: 404,
-            ..Refusal::invalid("model_id", id, must)
-        })
+        parsed.ok_or_else(|| Refusal::missing("model_id", id, must))
     }
 }
 
