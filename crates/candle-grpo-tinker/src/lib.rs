@@ -31,7 +31,7 @@ mod wire;
 mod work;
 
 pub use config::TinkerConfig;
-pub use server::TinkerServer;
+pub use server::{TinkerListener, TinkerServer};
 
 /// Returns a SHA-256 digest.
 fn digest(bytes: &[u8]) -> store::Digest {
