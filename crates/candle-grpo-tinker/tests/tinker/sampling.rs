@@ -179,62 +179,6 @@ fn waiting_requests_have_a_limit() {
     server.call("asample", &body(2));
 }
 
-#[rstest]
-#[case(json!({"num_samples": 0}), "num_samples: 0, must be from 1 to 4096")]
-#[case(json!({"topk_prompt_logprobs": 2}), "topk_prompt_logprobs: 2, must be 0")]
-#[case(json!({"prompt": {"chunks": []}}), "prompt: [], must have at least one token")]
-#[case(json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "prompt.chunks[0].type: image, must be encoded_text")]
-#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below the vocabulary size 12")]
-#[case(json!({"prompt": {"chunks": [{"tokens": [-1]}]}}), "prompt.chunks[0].tokens[0]: -1, must be a token")]
-#[case(json!({"sampling_params": {"max_tokens": 62}}), "sampling_params.max_tokens: 62, must be from 1 to 61")]
-#[case(json!({"sampling_params": {"temperature": -1.0}}), "sampling_params.temperature: -1.0, must be from 1e-6")]
-#[case(json!({"sampling_params": {"top_p": 0.0}}), "sampling_params.top_p: 0, must be")]
-#[case(json!({"sampling_params": {"top_k": -2}}), "sampling_params.top_k: -2, must be at least -1")]
-#[case(json!({"sampling_params": {"stop": [12]}}), "sampling_params.stop_token_ids[1]: 12, must be below 12")]
-#[case(json!({"sampling_session_id": "none:sample:0"}), "sampling_session_id: none:sample:0, must be one that this server returned")]
-#[case(json!({"prompt_logprobs_last_n": 1}), "prompt_logprobs_last_n: 1, must be from 1")]
-fn wrong_requests_name_the_argument(#[case] change: Value, #[case] words: &str) {
-    let folder = tempdir().unwrap();
-    let server = Running::start(folder.path());
-    let mut body = request(&sampler(&server), 0, json!({"max_tokens": 1}));
-    for (key, value) in change.as_object().unwrap() {
-        body[key] = value.clone();
-    }
-    let refused = server.try_post("asample", &body);
-    assert!((400..500).contains(&refused.status), "{refused:?}");
-    assert!(
-        refused.detail().starts_with(words),
-        "{} {words}",
-        refused.detail()
-    );
-}
-
-#[test]
-fn weights_that_were_saved_again_are_sampled_from() {
-    let folder = tempdir().unwrap();
-    let server = Running::start(folder.path());
-    let model = server.new_model();
-    let data = [example(&[1, 2, 3])];
-    let mut last = Value::Null;
-    for round in 0..2 {
-        let at = 4 * round;
-        server.post(
-            "forward_backward",
-            &pass(&model, at + 1, "cross_entropy", &data),
-        );
-        server.post("optim_step", &step(&model, at + 2));
-        let save = json!({"model_id": model, "path": "latest", "seq_id": at + 3});
-        let path = server.call("save_weights_for_sampler", &save)["path"].clone();
-        let drawn = server.call("asample", &direct(&path));
-        let forward = server.call("forward", &pass(&model, at + 4, "cross_entropy", &data));
-        let expected = &forward["loss_fn_outputs"][0]["logprobs"]["data"];
-        let found = drawn["prompt_logprobs"].as_array().unwrap();
-        assert_eq!(found[1..], expected.as_array().unwrap()[..]);
-        assert_ne!(*expected, last);
-        last = expected.clone();
-    }
-}
-
 /// A client that ends without its results does not take the place of others.
 #[test]
 fn results_that_nobody_retrieves_are_dropped() {
@@ -288,6 +232,18 @@ fn a_canceled_request_has_no_result_and_no_place() {
 }
 
 #[test]
+fn the_largest_number_is_one() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    for seq in [u64::MAX, 1] {
+        let body = request(&sampler, seq, json!({"max_tokens": 1}));
+        let found = server.call("asample", &body);
+        assert_eq!(found["sequences"].as_array().unwrap().len(), 2);
+    }
+}
+
+#[test]
 fn requests_without_a_sampling_session_have_numbers_of_their_own() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
@@ -299,6 +255,45 @@ fn requests_without_a_sampling_session_have_numbers_of_their_own() {
         found["sequences"].as_array().unwrap().len()
     });
     assert_eq!(samples, [1, 2]);
+}
+
+#[test]
+fn weights_that_were_saved_again_are_sampled_from() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let data = [example(&[1, 2, 3])];
+    let mut last = Value::Null;
+    for round in 0..2 {
+        let at = 4 * round;
+        server.post(
+            "forward_backward",
+            &pass(&model, at + 1, "cross_entropy", &data),
+        );
+        server.post("optim_step", &step(&model, at + 2));
+        let save = json!({"model_id": model, "path": "latest", "seq_id": at + 3});
+        let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+        let drawn = server.call("asample", &direct(&path));
+        let forward = server.call("forward", &pass(&model, at + 4, "cross_entropy", &data));
+        let expected = &forward["loss_fn_outputs"][0]["logprobs"]["data"];
+        let found = drawn["prompt_logprobs"].as_array().unwrap();
+        assert_eq!(found[1..], expected.as_array().unwrap()[..]);
+        assert_ne!(*expected, last);
+        last = expected.clone();
+    }
+}
+
+#[test]
+fn the_last_prompt_log_probs_are_those_of_all() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let all = server.call("asample", &direct(&Value::Null));
+    let mut body = direct(&Value::Null);
+    body["prompt_logprobs_last_n"] = json!(1);
+    let last = server.call("asample", &body);
+    let (all, last) = (&all["prompt_logprobs"], &last["prompt_logprobs"]);
+    assert_eq!(*last, json!([null, null, all[2]]));
+    assert!(all[2].is_number());
 }
 
 #[test]
@@ -320,4 +315,34 @@ fn a_repeated_sampling_session_has_the_same_weights() {
     assert_eq!(refused.status, 400);
     let words = "sampling_session_seq_id: 0, must be the number of one sampling session: another one of this session has it";
     assert_eq!(refused.detail(), words);
+}
+
+#[rstest]
+#[case(json!({"num_samples": 0}), "num_samples: 0, must be from 1 to 4096")]
+#[case(json!({"topk_prompt_logprobs": 2}), "topk_prompt_logprobs: 2, must be 0")]
+#[case(json!({"prompt": {"chunks": []}}), "prompt: [], must have at least one token")]
+#[case(json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "prompt.chunks[0].type: image, must be encoded_text")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below the vocabulary size 12")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [-1]}]}}), "prompt.chunks[0].tokens[0]: -1, must be a token")]
+#[case(json!({"sampling_params": {"max_tokens": 62}}), "sampling_params.max_tokens: 62, must be from 1 to 61")]
+#[case(json!({"sampling_params": {"temperature": -1.0}}), "sampling_params.temperature: -1.0, must be from 1e-6")]
+#[case(json!({"sampling_params": {"top_p": 0.0}}), "sampling_params.top_p: 0, must be")]
+#[case(json!({"sampling_params": {"top_k": -2}}), "sampling_params.top_k: -2, must be at least -1")]
+#[case(json!({"sampling_params": {"stop": [12]}}), "sampling_params.stop_token_ids[1]: 12, must be below 12")]
+#[case(json!({"sampling_session_id": "none:sample:0"}), "sampling_session_id: none:sample:0, must be one that this server returned")]
+#[case(json!({"prompt_logprobs_last_n": 1}), "prompt_logprobs_last_n: 1, must be from 1")]
+fn wrong_requests_name_the_argument(#[case] change: Value, #[case] words: &str) {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut body = request(&sampler(&server), 0, json!({"max_tokens": 1}));
+    for (key, value) in change.as_object().unwrap() {
+        body[key] = value.clone();
+    }
+    let refused = server.try_post("asample", &body);
+    assert!((400..500).contains(&refused.status), "{refused:?}");
+    assert!(
+        refused.detail().starts_with(words),
+        "{} {words}",
+        refused.detail()
+    );
 }

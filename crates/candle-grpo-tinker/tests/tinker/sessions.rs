@@ -1,13 +1,19 @@
 //! Sessions, models and their order.
 
+use std::path::PathBuf;
 use std::thread;
 
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use rstest::rstest;
 use serde_json::{Value, json};
-use tempfile::tempdir;
+use tempfile::{TempDir, tempdir};
 
 use super::running::{MODEL, Running, example, pass, pretrained, step};
+
+/// The folder of a session's models.
+fn models(folder: &TempDir, session: &str) -> PathBuf {
+    folder.path().join("sessions").join(session).join("models")
+}
 
 fn texts() -> [Vec<u32>; 4] {
     [
@@ -158,12 +164,7 @@ fn saved_weights_are_peft_folders() {
     let model = server.model(&session, 0, 1);
     let save = json!({"model_id": model, "path": "mine", "seq_id": 1});
     server.call("save_weights_for_sampler", &save);
-    let models = folder
-        .path()
-        .join("sessions")
-        .join(&session)
-        .join("models/0");
-    let saved = models.join("sampler_weights/mine");
+    let saved = models(&folder, &session).join("0/sampler_weights/mine");
     let config = std::fs::read(saved.join("adapter_config.json")).unwrap();
     let config: Value = serde_json::from_slice(&config).unwrap();
     assert_eq!(
@@ -327,62 +328,6 @@ fn a_wrong_pass_is_a_failed_result() {
     assert!(found["metrics"]["loss:sum"].as_f64().unwrap() > 0.);
 }
 
-#[test]
-fn a_step_without_gradients_is_a_failed_result() {
-    let folder = tempdir().unwrap();
-    let server = Running::start(folder.path());
-    let model = server.new_model();
-    let failed = server.call("optim_step", &step(&model, 1));
-    let error = failed["error"].as_str().unwrap();
-    assert!(error.contains("gradient"), "{error}");
-}
-
-#[test]
-fn a_server_with_a_key_refuses_requests_without_it() {
-    let folder = tempdir().unwrap();
-    // Set by nobody: the name is an error before the server starts.
-    let config = TinkerConfig {
-        api_key_env: Some("CANDLE_GRPO_NO_SUCH_KEY".to_owned()),
-        ..TinkerConfig::new(folder.path(), MODEL)
-    };
-    assert!(config.validate().is_ok());
-    let open = TinkerConfig {
-        listen: ([0, 0, 0, 0], 0).into(),
-        ..TinkerConfig::new(folder.path(), MODEL)
-    };
-    let error = open.validate().unwrap_err().to_string();
-    assert!(
-        error.starts_with("api_key_env: absent, must name a variable"),
-        "{error}"
-    );
-    // PATH is a variable with visible characters.
-    let key = std::env::var("PATH").unwrap();
-    let server = Running::with(TinkerConfig {
-        api_key_env: Some("PATH".to_owned()),
-        ..config
-    });
-    let body = br#"{"sdk_version": "0"}"#;
-    for (headers, status) in [
-        (vec![], 401),
-        (vec![("x-api-key", "tml-wrong")], 401),
-        (vec![("x-api-key", key.as_str())], 200),
-    ] {
-        assert_eq!(server.send("create_session", &headers, body).status, status);
-    }
-}
-
-#[test]
-fn one_server_has_a_folder() {
-    let folder = tempdir().unwrap();
-    let _server = Running::start(folder.path());
-    let config = TinkerConfig::new(folder.path(), MODEL);
-    let error = TinkerServer::start(config, pretrained()).unwrap_err();
-    assert!(
-        error.to_string().contains("no other server has open"),
-        "{error}"
-    );
-}
-
 /// Loaded weights have the rank that the server reports for the model.
 #[test]
 fn weights_with_other_adapters_are_not_loaded_into_a_model() {
@@ -434,4 +379,104 @@ fn a_repeated_model_has_the_same_options() {
     let words =
         "model_seq_id: 0, must be the number of one model: another one of this session has it";
     assert_eq!((refused.status, refused.detail().as_str()), (400, words));
+}
+
+#[test]
+fn saved_weights_are_replaced_only_if_asked() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let mut save = json!({"model_id": model, "path": "a", "seq_id": 1});
+    let saved = server.call("save_weights", &save);
+    save["seq_id"] = json!(2);
+    let failed = server.call("save_weights", &save);
+    let words = "path: \"a\", must be a new name, or overwrite must be true";
+    assert_eq!(failed["error"], words);
+    save["seq_id"] = json!(3);
+    save["overwrite"] = json!(true);
+    assert_eq!(server.call("save_weights", &save), saved);
+}
+
+#[test]
+fn a_model_keeps_its_last_unnamed_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    for number in 0..18 {
+        let save = json!({
+            "model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number,
+        });
+        let saved = server.call("save_weights_for_sampler", &save);
+        assert_eq!(saved["path"], Value::Null);
+    }
+    let saved = models(&folder, &session).join("0/sampler_weights");
+    let names = std::fs::read_dir(saved).unwrap();
+    let mut names: Vec<String> = names
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let mut expected: Vec<String> = (2..18).map(|number| format!("unnamed-{number}")).collect();
+    expected.sort();
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn a_step_without_gradients_is_a_failed_result() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let failed = server.call("optim_step", &step(&model, 1));
+    let error = failed["error"].as_str().unwrap();
+    assert!(error.contains("gradient"), "{error}");
+}
+
+#[test]
+fn a_server_with_a_key_refuses_requests_without_it() {
+    let folder = tempdir().unwrap();
+    // Set by nobody.
+    let config = TinkerConfig {
+        api_key_env: Some("CANDLE_GRPO_NO_SUCH_KEY".to_owned()),
+        ..TinkerConfig::new(folder.path(), MODEL)
+    };
+    let error = TinkerServer::start(config.clone(), pretrained()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "api_key_env: CANDLE_GRPO_NO_SUCH_KEY, must be the name of an environment variable with visible ASCII characters"
+    );
+    let open = TinkerConfig {
+        listen: ([0, 0, 0, 0], 0).into(),
+        ..TinkerConfig::new(folder.path(), MODEL)
+    };
+    let error = open.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("api_key_env: absent, must name a variable"),
+        "{error}"
+    );
+    // Cargo sets this variable for tests.
+    let key = std::env::var("CARGO_PKG_VERSION").unwrap();
+    let server = Running::with(TinkerConfig {
+        api_key_env: Some("CARGO_PKG_VERSION".to_owned()),
+        ..config
+    });
+    let body = br#"{"sdk_version": "0"}"#;
+    for (headers, status) in [
+        (vec![], 401),
+        (vec![("x-api-key", "tml-wrong")], 401),
+        (vec![("x-api-key", key.as_str())], 200),
+    ] {
+        assert_eq!(server.send("create_session", &headers, body).status, status);
+    }
+}
+
+#[test]
+fn one_server_has_a_folder() {
+    let folder = tempdir().unwrap();
+    let _server = Running::start(folder.path());
+    let config = TinkerConfig::new(folder.path(), MODEL);
+    let error = TinkerServer::start(config, pretrained()).unwrap_err();
+    assert!(
+        error.to_string().contains("no other server has open"),
+        "{error}"
+    );
 }
