@@ -81,7 +81,11 @@ impl Running {
     }
 
     pub(crate) fn with(config: TinkerConfig) -> Self {
-        let server = TinkerServer::start(config, pretrained()).unwrap();
+        Self::serve(config, pretrained())
+    }
+
+    pub(crate) fn serve(config: TinkerConfig, pretrained: Pretrained) -> Self {
+        let server = TinkerServer::start(config, pretrained).unwrap();
         let url = format!("http://{}/api/v1/", server.address());
         Self {
             _server: server,
