@@ -9,7 +9,11 @@ mod args;
 mod bandwidth;
 mod case;
 mod cases;
+<<<<<<< HEAD
 mod median;
+=======
+mod connection;
+>>>>>>> brTK
 mod memory;
 mod model;
 mod noise;
@@ -20,7 +24,11 @@ mod serve;
 mod training;
 
 pub use allocator::{Counting, peak, peak_bytes, restart_peak};
+<<<<<<< HEAD
 pub use median::median;
+=======
+pub use connection::Connection;
+>>>>>>> brTK
 pub use model::{decoder_in, read_model};
 pub use run::main;
 pub use training::training_main;

@@ -53,10 +53,6 @@ impl Base {
             dtype,
         })
     }
-
-    pub(crate) fn info(&self) -> BaseInfo {
-        self.info.clone()
-    }
 }
 
 impl BaseInfo {
@@ -67,6 +63,21 @@ impl BaseInfo {
         }
         let must = format!("be {:?}, the model of this server", self.name);
         Err(Refusal::invalid("base_model", name, &must))
+    }
+
+    /// Checks tokens that the model reads or scores.
+    pub(crate) fn ensure_tokens(&self, name: &str, ids: &[u32]) -> Result<(), Refusal> {
+        if ids.is_empty() {
+            return Err(Refusal::invalid(name, "[]", "have at least one token"));
+        }
+        let vocab_size = self.model.vocab_size;
+        match ids.iter().position(|&id| id as usize >= vocab_size) {
+            None => Ok(()),
+            Some(at) => {
+                let must = format!("be below the vocabulary size {vocab_size}");
+                Err(Refusal::invalid(&format!("{name}[{at}]"), ids[at], &must))
+            }
+        }
     }
 
     /// Returns a model's adapter options.

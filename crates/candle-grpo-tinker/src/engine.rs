@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, safetensors};
 use candle_grpo_base::atomic_file;
 use candle_grpo_base::server::Refusal;
@@ -14,8 +14,8 @@ use candle_grpo_train::{Actor, ActorConfig};
 
 use crate::base::Base;
 use crate::config::TinkerConfig;
-use crate::queue::{Queues, RequestId, Turn};
-use crate::sampling::{SampleWork, Snapshot, is_stopped};
+use crate::queue::{Queues, SampleTurn, Turn};
+use crate::sampling::{Snapshot, is_interrupted};
 use crate::store::{
     ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, UNNAMED, WeightsPath,
 };
@@ -61,19 +61,33 @@ impl Engine {
     }
 
     /// Works until the queues stop.
-    pub(crate) fn run(mut self) {
+    ///
+    /// # Errors
+    ///
+    /// Fails if the folder cannot be read or written. Requests without a result wait for the next
+    /// server.
+    pub(crate) fn run(mut self) -> Result<()> {
         let queues = Arc::clone(&self.queues);
         while let Some(turn) = queues.next_turn(self.config.max_batch_size) {
             match turn {
                 Turn::Train(id, seq) => {
-                    if let Err(error) = self.train(&id, seq) {
-                        // The folder cannot be written: the request waits for the next server.
-                        tracing::error!("{id}, request {seq}: {error:#}");
+                    let trained = self.train(&id, seq);
+                    // Nobody waits if the session was finished meanwhile.
+                    if queues.model(&id).is_ok() {
+                        trained.with_context(|| format!("{id}, request {seq}"))?;
                     }
                 }
-                Turn::Sample(record, requests) => self.sample(&record, &requests),
+                Turn::Finish(id) => {
+                    self.models.retain(|(other, _)| *other != id);
+                    // A server that starts completes it.
+                    if let Err(error) = queues.store().finish_model(&id) {
+                        tracing::warn!("{id}: removing its files: {error:#}");
+                    }
+                }
+                Turn::Sample(turn) => self.sample(&turn),
             }
         }
+        Ok(())
     }
 
     /// Executes a training request, and publishes its result.
@@ -84,16 +98,10 @@ impl Engine {
     fn train(&mut self, id: &ModelId, seq: u64) -> Result<()> {
         let queues = Arc::clone(&self.queues);
         let store = queues.store();
-        let digest = queues.digest(id, seq);
-        let work = store.read_request(id, seq)?;
-        let work = work.context("the request is not in the folder")?;
-        let outcome = match &work {
-            Work::Refused(message) => Outcome::Refused(message.clone()),
-            work => {
-                let done = self.execute(id, seq, work);
-                done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")))
-            }
-        };
+        let request = store.read_request(id, seq)?;
+        let (digest, work) = request.context("the request is not in the folder")?;
+        let done = self.execute(id, seq, &work);
+        let outcome = done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
         let answered = Answered { digest, outcome };
         if answered.outcome.starts_state() {
             let saved = self.save_state(id, seq, &answered);
@@ -143,9 +151,21 @@ impl Engine {
                 })
             }
             Work::OptimStep(params) => optim_step(actor, params),
-            Work::Save(request) => request.save(id, seq, actor, &self.base.info.name, &queues),
+            Work::Save(request) => {
+                let path = request.path(id);
+                // They may be those that the request replaces.
+                self.snapshots.retain(|(record, _)| !record.has(&path));
+                request.save(path, seq, actor, &self.base.info.name, &queues)
+            }
             Work::Load { path, optimizer } => {
-                *actor = actor_from(&self.base, queues.store(), path, *optimizer)?;
+                let loaded = actor_from(&self.base, queues.store(), path, *optimizer)?;
+                let (own, found) = (actor.adapters(), loaded.adapters());
+                ensure!(
+                    own.map(Lora::config) == found.map(Lora::config),
+                    "path: {path}, must have the adapters of the model (rank {})",
+                    record.rank
+                );
+                *actor = loaded;
                 Ok(Outcome::Loaded { path: path.clone() })
             }
             Work::Refused(message) => Ok(Outcome::Refused(message.clone())),
@@ -186,7 +206,8 @@ impl Engine {
         };
         // Requests after the state: the gradients of passes, and steps that failed.
         for seq in next..seq {
-            let replayed = match self.queues.store().read_request(id, seq)? {
+            let request = self.queues.store().read_request(id, seq)?;
+            let replayed = match request.map(|(_, work)| work) {
                 Some(Work::Pass {
                     rows,
                     loss,
@@ -229,20 +250,22 @@ impl Engine {
     }
 
     /// Draws samples, and publishes them.
-    fn sample(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) {
-        let drawn = self.draw(record, requests);
-        let message = match drawn {
+    fn sample(&mut self, turn: &SampleTurn) {
+        let message = match self.draw(turn) {
             Ok(()) => return,
-            // Clients send requests again that this server did not answer.
-            Err(error) if is_stopped(&error) => return,
+            // Nobody waits, or clients send the requests again to the next server.
+            Err(error) if is_interrupted(&error) => return,
             Err(error) => format!("{error:#}"),
         };
         tracing::warn!("sampling: {message}");
-        self.queues
-            .fail_samples(requests.iter().map(|(id, _)| id), &message);
+        self.queues.fail_samples(turn, &message);
     }
 
-    fn draw(&mut self, record: &SamplerRecord, requests: &[(RequestId, SampleWork)]) -> Result<()> {
+    fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
+        let Some((_, first)) = turn.requests.first() else {
+            return Ok(());
+        };
+        let record = &first.weights;
         let found = self.snapshots.iter().position(|(other, _)| other == record);
         match found {
             Some(place) => {
@@ -269,7 +292,7 @@ impl Engine {
             bail!("the weights are not in memory");
         };
         let size = self.config.max_batch_size;
-        snapshot.sample(&self.base, requests, size, &self.queues)
+        snapshot.sample(&self.base, turn, size, &self.queues)
     }
 }
 
@@ -287,20 +310,25 @@ fn refused(refusal: Refusal) -> anyhow::Error {
 }
 
 impl SaveRequest {
+    /// Returns the path of a model's weights.
+    fn path(&self, id: &ModelId) -> WeightsPath {
+        WeightsPath {
+            model: id.clone(),
+            kind: self.kind,
+            name: self.name.clone(),
+        }
+    }
+
     fn save(
         &self,
-        id: &ModelId,
+        path: WeightsPath,
         seq: u64,
         actor: &Actor,
         base_model: &str,
         queues: &Queues,
     ) -> Result<Outcome> {
         let store = queues.store();
-        let path = WeightsPath {
-            model: id.clone(),
-            kind: self.kind,
-            name: self.name.clone(),
-        };
+        let id = &path.model;
         let folder = store.weights(&path);
         if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
             bail!(
@@ -310,7 +338,10 @@ impl SaveRequest {
         }
         let optimizer = self.kind == WeightsKind::Training;
         save(actor, &folder, base_model, optimizer, |folder| {
-            Ok(std::fs::write(folder.join(REQUEST), seq.to_string())?)
+            Ok(atomic_file::write(
+                &folder.join(REQUEST),
+                seq.to_string().as_bytes(),
+            )?)
         })?;
         let is_unnamed = self.name.starts_with(UNNAMED);
         if is_unnamed {

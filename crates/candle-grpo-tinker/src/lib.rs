@@ -31,10 +31,10 @@ mod wire;
 mod work;
 
 pub use config::TinkerConfig;
-pub use server::TinkerServer;
+pub use server::{TinkerListener, TinkerServer};
 
 /// Returns a SHA-256 digest.
-fn digest(bytes: &[u8]) -> [u8; 32] {
+fn digest(bytes: &[u8]) -> store::Digest {
     use sha2::{Digest, Sha256};
     Sha256::digest(bytes).into()
 }

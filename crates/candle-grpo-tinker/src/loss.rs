@@ -8,6 +8,7 @@ use candle_grpo_loss::{Aggregation, PolicyLoss, Surrogate};
 use candle_grpo_train::learn::TargetRow;
 use serde::{Deserialize, Serialize};
 
+use crate::base::BaseInfo;
 use crate::wire::Datum;
 
 /// Default ratio bounds in `ppo` and `cispo`.
@@ -90,35 +91,43 @@ impl LossFn {
         }
     }
 
+    /// Returns the keys of an example's inputs.
+    fn inputs(self) -> &'static [&'static str] {
+        match self {
+            Self::CrossEntropy => &["target_tokens", "weights"],
+            _ => &["target_tokens", "logprobs", "advantages"],
+        }
+    }
+
     /// Returns an example's row. `name` is its place in the request.
-    pub(crate) fn row(self, name: &str, datum: &Datum) -> Result<TargetRow, Refusal> {
-        let (advantages, needs_log_probs) = match self {
-            Self::CrossEntropy => ("weights", false),
-            _ => ("advantages", true),
-        };
-        let given = |key: &str| datum.inputs.get(key);
-        let missing = |key: &str| Refusal::invalid(&format!("{name}.{key}"), "absent", "be given");
-        let known = ["target_tokens", "weights", "advantages", "logprobs", "mask"];
-        if let Some(key) = datum
+    pub(crate) fn row(
+        self,
+        name: &str,
+        datum: &Datum,
+        base: &BaseInfo,
+    ) -> Result<TargetRow, Refusal> {
+        let keys = self.inputs();
+        if let Some(other) = datum
             .inputs
             .keys()
-            .find(|key| !known.contains(&key.as_str()))
+            .find(|key| !keys.contains(&key.as_str()))
         {
+            let (last, others) = keys.split_last().unwrap_or((&"", &[]));
+            let must = format!(
+                "be {} or {last}, the inputs of this loss_fn",
+                others.join(", ")
+            );
             let name = format!("{name}.loss_fn_inputs");
-            return Err(Refusal::invalid(&name, key, "be an input of the loss_fn"));
+            return Err(Refusal::invalid(&name, other, &must));
         }
-        let targets = given("target_tokens").ok_or_else(|| missing("target_tokens"))?;
-        let advantages = match (given(advantages), self) {
-            (Some(values), _) => values.numbers(),
-            (None, Self::CrossEntropy) => vec![1.; datum.tokens.len()],
-            (None, _) => return Err(missing(advantages)),
-        };
-        let rollout_log_probs = match given("logprobs") {
-            _ if !needs_log_probs => None,
-            Some(values) => Some(values.numbers()),
-            None => return Err(missing("logprobs")),
-        };
         let length = datum.tokens.len();
+        let positions = base.model.max_position_embeddings;
+        let place = format!("{name}.model_input");
+        base.ensure_tokens(&place, &datum.tokens)?;
+        if length > positions {
+            let must = format!("be at most {positions}, the positions of the model");
+            return Err(Refusal::invalid(&place, format!("{length} tokens"), &must));
+        }
         for (key, values) in &datum.inputs {
             if values.len() != length {
                 let (name, value) = (format!("{name}.{key}"), format!("{} values", values.len()));
@@ -126,9 +135,29 @@ impl LossFn {
                 return Err(Refusal::invalid(&name, value, &must));
             }
         }
+        let given = |key: &str| {
+            let values = datum.inputs.get(key);
+            values.ok_or_else(|| Refusal::invalid(&format!("{name}.{key}"), "absent", "be given"))
+        };
+        let numbers = |key: &str| {
+            let values = given(key)?.numbers();
+            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+                let name = format!("{name}.{key}[{at}]");
+                return Err(Refusal::invalid(&name, values[at], "be finite"));
+            }
+            Ok(values)
+        };
+        let place = format!("{name}.target_tokens");
+        let targets = given("target_tokens")?.tokens(&place)?;
+        base.ensure_tokens(&place, &targets)?;
+        let (advantages, rollout_log_probs) = match self {
+            Self::CrossEntropy if !datum.inputs.contains_key("weights") => (vec![1.; length], None),
+            Self::CrossEntropy => (numbers("weights")?, None),
+            _ => (numbers("advantages")?, Some(numbers("logprobs")?)),
+        };
         Ok(TargetRow {
             tokens: datum.tokens.clone(),
-            targets: targets.tokens(&format!("{name}.target_tokens"))?,
+            targets,
             advantages,
             rollout_log_probs,
         })

@@ -8,27 +8,44 @@ use candle_grpo_base::server::Refusal;
 use tokio::sync::watch;
 
 use crate::sampling::SampleWork;
-use crate::store::{ModelId, ModelRecord, SamplerRecord, Store};
+use crate::store::{Digest, Found, ModelId, ModelRecord, SamplerRecord, Store, StoredRequest};
 use crate::work::{Answered, Outcome, Work};
 
 /// Number of retrieved results that each queue keeps, for clients that ask again.
 const KEPT_RESULTS: usize = 64;
 
-/// A sampling session, or a path that requests sample from without one.
+/// A sampling session, or the queue for requests without one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct SamplerId(pub(crate) String);
+
+impl SamplerId {
+    /// Returns the queue for requests without a sampling session.
+    pub(crate) fn direct() -> Self {
+        Self("direct".to_owned())
+    }
+}
 
 /// A queue with work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Queue {
     Model(ModelId),
+    /// A model whose session was finished.
+    Finished(ModelId),
     Sampler(SamplerId),
 }
 
 /// The engine's next work.
 pub(crate) enum Turn {
     Train(ModelId, u64),
-    Sample(SamplerRecord, Vec<(RequestId, SampleWork)>),
+    Sample(SampleTurn),
+    /// Remove a model whose session was finished.
+    Finish(ModelId),
+}
+
+/// Requests from the same weights with one distribution, by their numbers in a queue.
+pub(crate) struct SampleTurn {
+    pub(crate) sampler: SamplerId,
+    pub(crate) requests: Vec<(u64, SampleWork)>,
 }
 
 /// A promised request.
@@ -57,26 +74,15 @@ impl RequestId {
                 Err(_) => Self::Sample(SamplerId(queue.to_owned()), seq),
             })
         });
-        parsed.ok_or_else(|| Refusal {
-            status: 404,
-            ..Refusal::invalid("request_id", id, "be one that this server returned")
-        })
+        parsed.ok_or_else(|| unknown("request_id", id))
     }
 }
 
-/// A promised request's state.
-pub(crate) enum Status {
-    Waiting,
-    Done(Arc<Outcome>),
-    /// The server has no such promise, or no longer: the client must send the request again.
-    Gone,
-}
-
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Model {
-    record: Option<ModelRecord>,
+    record: ModelRecord,
     /// Digests for requests without a result.
-    waiting: BTreeMap<u64, [u8; 32]>,
+    waiting: BTreeMap<u64, Digest>,
     /// Requests among `waiting` that are in the folder.
     stored: BTreeSet<u64>,
     /// Sequence number of the next request to execute.
@@ -90,12 +96,57 @@ struct Model {
 #[derive(Debug)]
 struct Sampler {
     record: SamplerRecord,
+    /// Requests that have not started.
     waiting: VecDeque<(u64, SampleWork)>,
-    running: BTreeSet<u64>,
+    /// Requests without a result, started or not.
+    pending: BTreeSet<u64>,
+    /// Results that were not retrieved.
     done: BTreeMap<u64, Arc<Outcome>>,
-    retrieved: VecDeque<u64>,
+    /// Retrieved results, the oldest first.
+    retrieved: VecDeque<(u64, Arc<Outcome>)>,
     /// Sequence number for a request without one.
     next: u64,
+}
+
+impl Model {
+    /// Creates a queue with what is in the folder.
+    fn new(record: ModelRecord, found: Found) -> Self {
+        let waiting = found.requests.range(found.next..);
+        let waiting: BTreeMap<u64, Digest> = waiting.map(|(k, v)| (*k, *v)).collect();
+        Self {
+            record,
+            stored: waiting.keys().copied().collect(),
+            waiting,
+            next: found.next,
+            done: found.results.into_iter().collect(),
+            retrieved: VecDeque::new(),
+        }
+    }
+}
+
+impl Sampler {
+    fn new(record: SamplerRecord) -> Self {
+        Self {
+            record,
+            waiting: VecDeque::new(),
+            pending: BTreeSet::new(),
+            done: BTreeMap::new(),
+            retrieved: VecDeque::new(),
+            next: 0,
+        }
+    }
+
+    /// Returns a result, and notes that it was retrieved.
+    fn retrieve(&mut self, seq: u64) -> Option<Arc<Outcome>> {
+        if let Some(outcome) = self.done.remove(&seq) {
+            self.retrieved.push_back((seq, outcome));
+            if self.retrieved.len() > KEPT_RESULTS {
+                self.retrieved.pop_front();
+            }
+        }
+        let found = self.retrieved.iter().find(|(done, _)| *done == seq);
+        found.map(|(_, outcome)| Arc::clone(outcome))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -107,6 +158,8 @@ struct State {
     /// Queues with work, each once, in turn.
     turns: VecDeque<Queue>,
     is_stopped: bool,
+    /// The reason why the engine has ended.
+    failure: Option<String>,
 }
 
 /// All sessions' queues.
@@ -115,6 +168,8 @@ pub(crate) struct Queues {
     store: Store,
     max_waiting: usize,
     state: Mutex<State>,
+    /// Held while a model or a sampling session is created, so that its number has one file.
+    creation: Mutex<()>,
     has_work: Condvar,
     /// Counts results, for requests that wait for one.
     results: watch::Sender<u64>,
@@ -125,41 +180,54 @@ fn too_many(max_waiting: usize) -> Refusal {
     Refusal::new(429, "too_many_requests", message)
 }
 
+fn failed(reason: &str) -> Refusal {
+    let message = format!("the engine has ended, and the server must start again: {reason}");
+    Refusal::new(503, "engine_failed", message)
+}
+
 /// Converts a folder failure.
 pub(crate) fn internal(error: anyhow::Error) -> Refusal {
     tracing::error!("{error:#}");
     Refusal::new(500, "internal_error", format!("{error:#}"))
 }
 
-fn unknown(name: &str, id: &str) -> Refusal {
-    Refusal {
-        status: 404,
-        ..Refusal::invalid(name, id, "be one that this server returned")
+fn ensure_session(state: &State, id: &str) -> Result<(), Refusal> {
+    match state.sessions.get(id) {
+        Some(false) => Ok(()),
+        Some(true) => {
+            let message = format!("session_id: {id}, must be a session that is not finished");
+            Err(Refusal::new(410, "session_finished", message))
+        }
+        None => Err(unknown("session_id", id)),
     }
+}
+
+/// Refuses the number of another model or sampling session.
+fn taken(name: &str, number: u64, kind: &str) -> Refusal {
+    let must = format!("be the number of one {kind}: another one of this session has it");
+    Refusal::invalid(name, number, &must)
+}
+
+fn unknown(name: &str, id: &str) -> Refusal {
+    Refusal::missing(name, id, "be one that this server returned")
 }
 
 impl Queues {
     /// Reads the sessions in `store`.
     pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
         let mut state = State::default();
+        let direct = Sampler::new(SamplerRecord { model_path: None });
+        state.samplers.insert(SamplerId::direct(), direct);
         for session in store.sessions()? {
             let finished = store.is_finished(&session);
             state.sessions.insert(session.clone(), finished);
             if finished {
+                let models = store.models(&session)?;
+                models.iter().try_for_each(|id| store.finish_model(id))?;
                 continue;
             }
             for id in store.models(&session)? {
-                let found = store.recover(&id)?;
-                let waiting = found.requests.range(found.next..);
-                let waiting: BTreeMap<u64, [u8; 32]> = waiting.map(|(k, v)| (*k, *v)).collect();
-                let model = Model {
-                    record: Some(store.model_record(&id)?),
-                    done: found.results.into_iter().collect(),
-                    stored: waiting.keys().copied().collect(),
-                    waiting,
-                    next: found.next,
-                    retrieved: VecDeque::new(),
-                };
+                let model = Model::new(store.model_record(&id)?, store.recover(&id)?);
                 if model.waiting.contains_key(&model.next) {
                     state.turns.push_back(Queue::Model(id.clone()));
                 }
@@ -174,6 +242,7 @@ impl Queues {
             store,
             max_waiting,
             state: Mutex::new(state),
+            creation: Mutex::new(()),
             has_work: Condvar::new(),
             results: watch::Sender::new(0),
         })
@@ -188,6 +257,10 @@ impl Queues {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn creation(&self) -> MutexGuard<'_, ()> {
+        self.creation.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Adds a session that is in the folder.
     pub(crate) fn add_session(&self, id: String) {
         self.state().sessions.insert(id, false);
@@ -195,46 +268,56 @@ impl Queues {
 
     /// Checks that a session exists and is not finished.
     pub(crate) fn ensure_session(&self, id: &str) -> Result<(), Refusal> {
-        match self.state().sessions.get(id) {
-            Some(false) => Ok(()),
-            Some(true) => {
-                let message = format!("session_id: {id}, must be a session that is not finished");
-                Err(Refusal::new(410, "session_finished", message))
-            }
-            None => Err(unknown("session_id", id)),
-        }
+        ensure_session(&self.state(), id)
     }
 
-    /// Ends a session: its requests are dropped, its saved weights stay.
+    /// Ends a session: its requests are dropped, its saved weights stay. The engine removes the
+    /// other files, because it may be writing some.
     pub(crate) fn finish(&self, session: &str) -> Result<(), Refusal> {
-        let mut state = self.state();
-        if state.sessions.insert(session.to_owned(), true).is_none() {
-            state.sessions.remove(session);
+        if !self.state().sessions.contains_key(session) {
             return Err(unknown("session_id", session));
         }
-        state.models.retain(|id, _| id.session != session);
+        self.store.finish(session).map_err(internal)?;
+        let mut state = self.state();
+        state.sessions.insert(session.to_owned(), true);
+        let models = state.models.extract_if(|id, _| id.session == session);
+        let models: Vec<ModelId> = models.map(|(id, _)| id).collect();
+        for id in models {
+            state.add_turn(Queue::Finished(id));
+        }
         let prefix = format!("{session}:");
         state.samplers.retain(|id, _| !id.0.starts_with(&prefix));
         drop(state);
+        self.has_work.notify_one();
         self.results.send_modify(|count| *count += 1);
-        self.store.finish(session).map_err(internal)
+        Ok(())
     }
 
     /// Returns a model's record.
     pub(crate) fn model(&self, id: &ModelId) -> Result<ModelRecord, Refusal> {
         let state = self.state();
-        let record = state.models.get(id).and_then(|model| model.record.clone());
+        let record = state.models.get(id).map(|model| model.record.clone());
         record.ok_or_else(|| unknown("model_id", &id.to_string()))
     }
 
     /// Adds a model, unless it exists.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a model with other options has.
     pub(crate) fn add_model(&self, id: &ModelId, record: ModelRecord) -> Result<(), Refusal> {
-        if self.state().models.contains_key(id) {
+        let _creation = self.creation();
+        if let Ok(known) = self.model(id) {
+            if known != record {
+                return Err(taken("model_seq_id", id.number, "model"));
+            }
             return Ok(());
         }
         self.store.add_model(id, &record).map_err(internal)?;
         let mut state = self.state();
-        state.models.entry(id.clone()).or_default().record = Some(record);
+        ensure_session(&state, &id.session)?;
+        let model = Model::new(record, Found::default());
+        state.models.insert(id.clone(), model);
         Ok(())
     }
 
@@ -245,12 +328,17 @@ impl Queues {
         seq: Option<u64>,
         work: &Work,
     ) -> Result<RequestId, Refusal> {
-        let digest = crate::digest(&postcard::to_stdvec(work).map_err(|e| internal(e.into()))?);
+        let request = StoredRequest::new(work).map_err(internal)?;
+        let digest = request.digest();
         let seq = {
             let mut state = self.state();
             let model = state.models.get_mut(id);
             let model = model.ok_or_else(|| unknown("model_id", &id.to_string()))?;
-            let last = model.waiting.keys().next_back().map_or(0, |last| last + 1);
+            let last = model
+                .waiting
+                .keys()
+                .next_back()
+                .map_or(0, |last| last.saturating_add(1));
             let seq = seq.unwrap_or_else(|| model.next.max(last).max(1));
             if let Some(first) = model.waiting.get(&seq) {
                 return repeated(id, seq, *first == digest);
@@ -267,24 +355,31 @@ impl Queues {
             model.waiting.insert(seq, digest);
             seq
         };
-        if let Err(error) = self.store.add_request(id, seq, digest, work) {
+        if let Err(error) = self.store.add_request(id, seq, &request) {
             if let Some(model) = self.state().models.get_mut(id) {
                 model.waiting.remove(&seq);
             }
             return Err(internal(error));
         }
         let mut state = self.state();
-        if let Some(model) = state.models.get_mut(id) {
-            model.stored.insert(seq);
-            if seq == model.next {
-                state.add_turn(Queue::Model(id.clone()));
-                self.has_work.notify_one();
-            }
+        let Some(model) = state.models.get_mut(id) else {
+            drop(state);
+            self.store.remove_request(id, seq).map_err(internal)?;
+            return Err(unknown("model_id", &id.to_string()));
+        };
+        model.stored.insert(seq);
+        if seq == model.next {
+            state.add_turn(Queue::Model(id.clone()));
+            self.has_work.notify_one();
         }
         Ok(RequestId::Train(id.clone(), seq))
     }
 
     /// Adds a sampling session, unless it exists. Returns its id.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a sampling session with other weights has.
     pub(crate) fn add_sampler(
         &self,
         session: &str,
@@ -292,14 +387,19 @@ impl Queues {
         record: SamplerRecord,
     ) -> Result<SamplerId, Refusal> {
         let id = sampler_id(session, number);
+        let _creation = self.creation();
+        if let Ok(known) = self.sampler(&id) {
+            if known != record {
+                return Err(taken("sampling_session_seq_id", number, "sampling session"));
+            }
+            return Ok(id);
+        }
         self.store
             .add_sampler(session, number, &record)
             .map_err(internal)?;
         let mut state = self.state();
-        state
-            .samplers
-            .entry(id.clone())
-            .or_insert_with(|| Sampler::new(record));
+        ensure_session(&state, session)?;
+        state.samplers.insert(id.clone(), Sampler::new(record));
         Ok(id)
     }
 
@@ -309,18 +409,6 @@ impl Queues {
         let sampler = state.samplers.get(id);
         let record = sampler.map(|sampler| sampler.record.clone());
         record.ok_or_else(|| unknown("sampling_session_id", &id.0))
-    }
-
-    /// Returns the queue for requests without a sampling session.
-    pub(crate) fn direct_sampler(&self, record: SamplerRecord) -> SamplerId {
-        let path = record.model_path.as_deref().unwrap_or("base");
-        let id = SamplerId(format!("direct:{path}"));
-        let mut state = self.state();
-        state
-            .samplers
-            .entry(id.clone())
-            .or_insert_with(|| Sampler::new(record));
-        id
     }
 
     /// Promises samples. A repeated request has the same id. The promise does not survive the
@@ -336,30 +424,34 @@ impl Queues {
         let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
         let seq = seq.unwrap_or(sampler.next);
         let request = RequestId::Sample(id.clone(), seq);
-        let is_repeated = sampler.running.contains(&seq)
-            || sampler.done.contains_key(&seq)
-            || sampler.waiting.iter().any(|(waiting, _)| *waiting == seq);
-        if is_repeated {
+        let is_retrieved = sampler.retrieved.iter().any(|(done, _)| *done == seq);
+        let is_done = is_retrieved || sampler.done.contains_key(&seq);
+        if is_done || sampler.pending.contains(&seq) {
             return Ok(request);
         }
-        let unretrieved = sampler.done.len().saturating_sub(sampler.retrieved.len());
-        if sampler.waiting.len() + sampler.running.len() + unretrieved >= self.max_waiting {
+        if sampler.pending.len() >= self.max_waiting {
             return Err(too_many(self.max_waiting));
         }
-        sampler.next = sampler.next.max(seq + 1);
+        sampler.next = sampler.next.max(seq.saturating_add(1));
+        sampler.pending.insert(seq);
         sampler.waiting.push_back((seq, work(&request)));
         state.add_turn(Queue::Sampler(id.clone()));
         self.has_work.notify_one();
         Ok(request)
     }
 
-    /// Drops a request for samples that has not started.
+    /// Drops a request for samples, and its result.
     pub(crate) fn cancel(&self, id: &RequestId) {
-        if let RequestId::Sample(sampler, seq) = id
-            && let Some(sampler) = self.state().samplers.get_mut(sampler)
-        {
+        let RequestId::Sample(sampler, seq) = id else {
+            return;
+        };
+        if let Some(sampler) = self.state().samplers.get_mut(sampler) {
             sampler.waiting.retain(|(waiting, _)| waiting != seq);
+            sampler.pending.remove(seq);
+            sampler.done.remove(seq);
+            sampler.retrieved.retain(|(done, _)| done != seq);
         }
+        self.results.send_modify(|count| *count += 1);
     }
 
     /// Waits for work, at most `max_samples` equal samples. `None` after [`Self::stop`].
@@ -388,18 +480,19 @@ impl Queues {
         self.has_work.notify_all();
     }
 
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.state().is_stopped
+    /// Notes that the engine has ended. Requests without a result wait for the next server.
+    pub(crate) fn fail(&self, reason: String) {
+        tracing::error!("the engine has ended: {reason}");
+        self.state().failure = Some(reason);
+        self.results.send_modify(|count| *count += 1);
     }
 
-    /// Returns a waiting training request's digest.
-    pub(crate) fn digest(&self, id: &ModelId, seq: u64) -> [u8; 32] {
-        let state = self.state();
-        let model = state.models.get(id);
-        model
-            .and_then(|model| model.waiting.get(&seq))
-            .copied()
-            .unwrap_or_default()
+    /// Checks that the engine works.
+    pub(crate) fn ensure_working(&self) -> Result<(), Refusal> {
+        match &self.state().failure {
+            Some(reason) => Err(failed(reason)),
+            None => Ok(()),
+        }
     }
 
     /// Publishes a training request's result, once it is in the folder.
@@ -425,57 +518,36 @@ impl Queues {
         Ok(())
     }
 
-    /// Publishes a sampling request's result.
-    pub(crate) fn finish_samples(&self, id: &RequestId, outcome: Outcome) {
-        let RequestId::Sample(sampler, seq) = id else {
-            return;
-        };
+    /// Publishes a sampling request's result, unless it was canceled. If nobody retrieves results,
+    /// the oldest are dropped.
+    pub(crate) fn finish_samples(&self, id: &SamplerId, seq: u64, outcome: Outcome) {
         let mut state = self.state();
-        if let Some(sampler) = state.samplers.get_mut(sampler) {
-            sampler.running.remove(seq);
-            sampler.done.insert(*seq, Arc::new(outcome));
+        if let Some(sampler) = state.samplers.get_mut(id)
+            && sampler.pending.remove(&seq)
+        {
+            sampler.done.insert(seq, Arc::new(outcome));
+            if sampler.done.len() > self.max_waiting {
+                sampler.done.pop_first();
+            }
         }
         drop(state);
         self.results.send_modify(|count| *count += 1);
     }
 
-    /// Publishes a failure for sampling requests without a result.
-    pub(crate) fn fail_samples<'a>(&self, ids: impl Iterator<Item = &'a RequestId>, message: &str) {
-        for id in ids {
-            if self.is_running(id) {
-                self.finish_samples(id, Outcome::Failed(message.to_owned()));
-            }
+    /// Publishes a failure for a turn's requests without a result.
+    pub(crate) fn fail_samples(&self, turn: &SampleTurn, message: &str) {
+        for (seq, _) in &turn.requests {
+            self.finish_samples(&turn.sampler, *seq, Outcome::Failed(message.to_owned()));
         }
     }
 
-    fn is_running(&self, id: &RequestId) -> bool {
-        let RequestId::Sample(sampler, seq) = id else {
-            return false;
-        };
+    /// Returns whether a turn is in vain: the server stops, or all its requests have a result or
+    /// were canceled.
+    pub(crate) fn is_over(&self, turn: &SampleTurn) -> bool {
         let state = self.state();
-        let sampler = state.samplers.get(sampler);
-        sampler.is_some_and(|sampler| sampler.running.contains(seq))
-    }
-
-    fn status_of_samples(&self, id: &RequestId) -> Status {
-        let RequestId::Sample(sampler_id, seq) = id else {
-            return Status::Gone;
-        };
-        let mut state = self.state();
-        let Some(sampler) = state.samplers.get_mut(sampler_id) else {
-            return Status::Gone;
-        };
-        let waits = sampler.waiting.iter().any(|(waiting, _)| waiting == seq);
-        if waits || sampler.running.contains(seq) {
-            return Status::Waiting;
-        }
-        let Some(outcome) = sampler.done.get(seq).cloned() else {
-            return Status::Gone;
-        };
-        if let Some(old) = retrieve(&mut sampler.retrieved, *seq) {
-            sampler.done.remove(&old);
-        }
-        Status::Done(outcome)
+        let sampler = state.samplers.get(&turn.sampler);
+        let is_pending = |seq| sampler.is_some_and(|sampler| sampler.pending.contains(seq));
+        state.is_stopped || !turn.requests.iter().any(|(seq, _)| is_pending(seq))
     }
 
     /// Returns a receiver that changes with each result.
@@ -483,20 +555,39 @@ impl Queues {
         self.results.subscribe()
     }
 
-    /// Returns a request's state.
-    pub(crate) fn status(&self, id: &RequestId) -> Result<Status, Refusal> {
+    /// Returns whether a request has no result yet. Reads no file.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the request waits for an engine that has ended.
+    pub(crate) fn is_pending(&self, id: &RequestId) -> Result<bool, Refusal> {
+        let state = self.state();
+        let is_pending = match id {
+            RequestId::Train(model, seq) => {
+                let model = state.models.get(model);
+                model.is_some_and(|model| model.waiting.contains_key(seq))
+            }
+            RequestId::Sample(sampler, seq) => {
+                let sampler = state.samplers.get(sampler);
+                sampler.is_some_and(|sampler| sampler.pending.contains(seq))
+            }
+        };
+        match &state.failure {
+            Some(reason) if is_pending => Err(failed(reason)),
+            _ => Ok(is_pending),
+        }
+    }
+
+    /// Returns a request's result. `None` if the server has none, or no longer: the client must
+    /// send the request again.
+    pub(crate) fn retrieve(&self, id: &RequestId) -> Result<Option<Arc<Outcome>>, Refusal> {
+        let mut state = self.state();
         match id {
-            RequestId::Train(model_id, seq) => {
-                let mut state = self.state();
-                let Some(model) = state.models.get_mut(model_id) else {
-                    return Ok(Status::Gone);
+            RequestId::Train(id, seq) => {
+                let model = state.models.get_mut(id);
+                let Some(model) = model.filter(|model| model.done.contains(seq)) else {
+                    return Ok(None);
                 };
-                if model.waiting.contains_key(seq) {
-                    return Ok(Status::Waiting);
-                }
-                if !model.done.contains(seq) {
-                    return Ok(Status::Gone);
-                }
                 let old = retrieve(&mut model.retrieved, *seq);
                 // The last result says where a server that starts again continues.
                 let old = old.filter(|old| old + 1 != model.next);
@@ -505,12 +596,15 @@ impl Queues {
                 }
                 drop(state);
                 if let Some(old) = old {
-                    self.store.remove_result(model_id, old).map_err(internal)?;
+                    self.store.remove_result(id, old).map_err(internal)?;
                 }
-                let answered = self.store.read_result(model_id, *seq).map_err(internal)?;
-                Ok(answered.map_or(Status::Gone, |x| Status::Done(Arc::new(x.outcome))))
+                let answered = self.store.read_result(id, *seq).map_err(internal)?;
+                Ok(answered.map(|answered| Arc::new(answered.outcome)))
             }
-            RequestId::Sample(..) => Ok(self.status_of_samples(id)),
+            RequestId::Sample(id, seq) => {
+                let sampler = state.samplers.get_mut(id);
+                Ok(sampler.and_then(|sampler| sampler.retrieve(*seq)))
+            }
         }
     }
 }
@@ -540,19 +634,6 @@ fn sampler_id(session: &str, number: u64) -> SamplerId {
     SamplerId(format!("{session}:sample:{number}"))
 }
 
-impl Sampler {
-    fn new(record: SamplerRecord) -> Self {
-        Self {
-            record,
-            waiting: VecDeque::new(),
-            running: BTreeSet::new(),
-            done: BTreeMap::new(),
-            retrieved: VecDeque::new(),
-            next: 0,
-        }
-    }
-}
-
 impl State {
     fn add_turn(&mut self, queue: Queue) {
         if !self.turns.contains(&queue) {
@@ -571,28 +652,28 @@ impl State {
                     .contains(&next)
                     .then_some(Turn::Train(id, next))
             }
+            Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
                 let (_, first) = sampler.waiting.front()?;
-                let sampling = first.sampling.clone();
-                let mut taken = Vec::new();
+                let (weights, sampling) = (first.weights.clone(), first.sampling.clone());
+                let mut requests: Vec<(u64, SampleWork)> = Vec::new();
                 let mut samples = 0;
                 while let Some((_, work)) = sampler.waiting.front() {
-                    let fits = taken.is_empty() || samples + work.num_samples <= max_samples;
-                    if !fits || work.sampling != sampling {
+                    let fits = requests.is_empty() || samples + work.num_samples <= max_samples;
+                    if !fits || work.weights != weights || work.sampling != sampling {
                         break;
                     }
                     samples += work.num_samples;
-                    if let Some((seq, work)) = sampler.waiting.pop_front() {
-                        sampler.running.insert(seq);
-                        taken.push((RequestId::Sample(id.clone(), seq), work));
-                    }
+                    requests.extend(sampler.waiting.pop_front());
                 }
-                let record = sampler.record.clone();
                 if !sampler.waiting.is_empty() {
-                    self.add_turn(Queue::Sampler(id));
+                    self.add_turn(Queue::Sampler(id.clone()));
                 }
-                Some(Turn::Sample(record, taken))
+                Some(Turn::Sample(SampleTurn {
+                    sampler: id,
+                    requests,
+                }))
             }
         }
     }

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use candle_grpo_base::server::{Key, Refusal, authorize, read_body};
+use candle_grpo_base::server::{Key, Refusal, allow, authorize, read_body, response};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper::header::{ACCEPT, ALLOW, CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
-use hyper::{Method, Request, Response, StatusCode};
-use serde_json::{Value, json};
+use hyper::header::{ACCEPT, CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, Response};
+use serde_json::{Map, Value, json};
 
-use crate::queue::{RequestId, Status};
+use crate::queue::RequestId;
 use crate::service::Service;
 use crate::wire::answer::{self, Body};
 use crate::wire::request;
@@ -136,17 +136,19 @@ pub(crate) async fn answer(
 ) -> Response<Full<Bytes>> {
     match routed(service, key, request).await {
         Ok(response) => response,
-        Err(refusal) => {
-            let Refusal {
-                status,
-                code,
-                param,
-                message,
-            } = refusal;
-            let body = json!({"detail": message, "code": code, "param": param});
-            reply(status, Body::Json(body))
-        }
+        Err(refusal) => refused(refusal),
     }
+}
+
+fn refused(refusal: Refusal) -> Response<Full<Bytes>> {
+    let Refusal {
+        status,
+        code,
+        param,
+        message,
+    } = refusal;
+    let body = json!({"detail": message, "code": code, "param": param});
+    reply(status, Body::Json(body))
 }
 
 fn reply(status: u16, body: Body) -> Response<Full<Bytes>> {
@@ -154,12 +156,7 @@ fn reply(status: u16, body: Body) -> Response<Full<Bytes>> {
         Body::Json(value) => (JSON, Bytes::from(value.to_string())),
         Body::Protobuf(bytes) => (PROTOBUF, Bytes::from(bytes)),
     };
-    let mut response = Response::new(Full::new(bytes));
-    *response.status_mut() =
-        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    response
+    response(status, kind, Full::new(bytes))
 }
 
 fn text(value: Option<&HeaderValue>) -> Option<&str> {
@@ -178,11 +175,8 @@ async fn routed(
     };
     let method = call.method();
     if request.method() != method {
-        let message = format!("method: {}, must be {method}", request.method());
-        let mut response = reply(405, Body::Json(json!({"detail": message})));
-        if let Ok(allowed) = HeaderValue::from_str(method.as_str()) {
-            response.headers_mut().insert(ALLOW, allowed);
-        }
+        let mut response = refused(Refusal::method(request.method(), &method));
+        allow(&mut response, &method);
         return Ok(response);
     }
     if let Some(key) = &key {
@@ -197,27 +191,34 @@ async fn routed(
     let body = read_body(request, limit, "--max-request-bytes").await?;
     if call == Call::Retrieve {
         let request: request::Retrieve = request::json(&body)?;
-        return retrieve(&service, &request.request_id, accepts_proto).await;
+        return retrieve(service, &request.request_id, accepts_proto).await;
     }
-    // Files are written and large bodies parsed outside the thread of the connections.
-    let handled = tokio::task::spawn_blocking(move || {
+    let handled = aside(move || {
         let body = request::decoded(body, encoding.as_deref(), limit)?;
         handle(&service, call, body, is_proto)
     });
-    let value = match handled.await {
-        Ok(value) => value?,
-        Err(error) => return Err(Refusal::new(500, "internal_error", error.to_string())),
-    };
-    Ok(reply(200, Body::Json(value)))
+    Ok(reply(200, Body::Json(handled.await?)))
+}
+
+/// Reads and writes files and large bodies outside the thread of the connections.
+async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Refusal::new(500, "internal_error", error.to_string())))
 }
 
 fn handle(service: &Service, call: Call, body: Bytes, is_proto: bool) -> Result<Value, Refusal> {
     match call {
-        Call::Health => Ok(json!({"status": "ok"})),
+        Call::Health => service.health(),
         Call::ClientConfig => Ok(service.client_config()),
         Call::DynamicConfig => Ok(json!({"sample_cancel_enabled": true})),
         Call::Capabilities => Ok(service.capabilities()),
-        Call::CreateSession => service.create_session(request::json(&body)?),
+        Call::CreateSession => {
+            // Nothing in it changes a session.
+            request::json::<Map<String, Value>>(&body)?;
+            service.create_session()
+        }
         Call::Heartbeat => service.heartbeat(&request::json(&body)?),
         Call::FinishSession(id) => service.finish_session(&id),
         Call::CreateModel => service.create_model(&request::json(&body)?),
@@ -248,40 +249,40 @@ fn handle(service: &Service, call: Call, body: Bytes, is_proto: bool) -> Result<
 
 /// Waits for a result.
 async fn retrieve(
-    service: &Service,
+    service: Arc<Service>,
     request_id: &str,
     accepts_proto: bool,
 ) -> Result<Response<Full<Bytes>>, Refusal> {
     let id = RequestId::parse(request_id)?;
     let mut results = service.queues().results();
-    let done = async {
-        loop {
-            results.mark_unchanged();
-            match service.queues().status(&id) {
-                Ok(Status::Waiting) => {}
-                status => return status,
-            }
+    let ended = async {
+        while service.queues().is_pending(&id)? {
             if results.changed().await.is_err() {
-                return Ok(Status::Gone);
+                break;
             }
         }
+        Ok::<_, Refusal>(())
     };
-    let status = tokio::time::timeout(RESULT_LIMIT, done).await;
-    match status.unwrap_or(Ok(Status::Waiting))? {
-        Status::Done(outcome) => Ok(reply(200, answer::body(&outcome, accepts_proto))),
-        Status::Waiting => {
+    match tokio::time::timeout(RESULT_LIMIT, ended).await {
+        Ok(ended) => ended?,
+        Err(_) => {
             let body = json!({
                 "type": "try_again",
                 "request_id": request_id,
                 "queue_state": "active",
             });
-            Ok(reply(408, Body::Json(body)))
-        }
-        Status::Gone => {
-            let message = format!(
-                "request_id: {request_id}, the server has no such request, or no longer: send it again"
-            );
-            Err(Refusal::new(410, "send_again", message))
+            return Ok(reply(408, Body::Json(body)));
         }
     }
+    let body = aside(move || {
+        let outcome = service.queues().retrieve(&id)?;
+        let outcome = outcome.ok_or_else(|| {
+            let message = format!(
+                "request_id: {id}, the server has no such request, or no longer: send it again"
+            );
+            Refusal::new(410, "send_again", message)
+        })?;
+        Ok(answer::body(&outcome, accepts_proto))
+    });
+    Ok(reply(200, body.await?))
 }

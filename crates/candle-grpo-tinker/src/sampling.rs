@@ -12,19 +12,21 @@ use candle_grpo_train::rollout::{
 use candle_grpo_train::{SamplingConfig, TokenBatch};
 
 use crate::base::Base;
-use crate::queue::{Queues, RequestId};
+use crate::queue::{Queues, SampleTurn};
+use crate::store::SamplerRecord;
 use crate::work::{Outcome, SampledTokens};
 
 /// A request for samples.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct SampleWork {
+    pub(crate) weights: SamplerRecord,
     pub(crate) prompt: Vec<u32>,
     pub(crate) num_samples: usize,
     pub(crate) seed: u64,
     pub(crate) max_new_tokens: usize,
     /// Number of last prompt tokens that get log-probs.
     pub(crate) prompt_log_probs: Option<usize>,
-    /// Distribution and ends. Requests with equal ones share a batch.
+    /// Distribution and ends. Requests with equal ones and the same weights share a batch.
     pub(crate) sampling: SamplingConfig,
 }
 
@@ -34,12 +36,15 @@ pub(crate) struct Snapshot {
     policy: Reference,
 }
 
-/// Cancels when the server stops.
-struct UntilStop<'a>(&'a Queues);
+/// Cancels a turn that is in vain.
+struct UntilOver<'a> {
+    queues: &'a Queues,
+    turn: &'a SampleTurn,
+}
 
-impl Progress for UntilStop<'_> {
+impl Progress for UntilOver<'_> {
     fn is_canceled(&self) -> bool {
-        self.0.is_stopped()
+        self.queues.is_over(self.turn)
     }
 }
 
@@ -51,31 +56,26 @@ impl Snapshot {
             parameters: &base.parameters,
             adapters,
         };
-        let policy = match adapters {
-            None => Reference::shared(&base.info.model, &base.parameters, base.dtype),
-            Some(adapters) => {
-                Reference::with_adapters(&base.info.model, &base.parameters, adapters, base.dtype)
-            }
-        };
+        let (model, parameters) = (&base.info.model, &base.parameters);
         Ok(Self {
             generator: LocalGenerator::in_dtype(&weights, base.dtype)?,
-            policy: policy?,
+            policy: Reference::with_adapters(model, parameters, adapters, base.dtype)?,
         })
     }
 
-    /// Draws samples for requests with one distribution, and publishes each result as soon as
-    /// it is complete.
+    /// Draws samples for a turn, and publishes each result as soon as it is complete.
     ///
     /// # Errors
     ///
-    /// Fails if the generator does, or with [`Interrupted`] when the server stops.
+    /// Fails if the generator does, or with [`Interrupted`] if the turn is in vain.
     pub(crate) fn sample(
         &self,
         base: &Base,
-        requests: &[(RequestId, SampleWork)],
+        turn: &SampleTurn,
         max_batch_size: usize,
         queues: &Queues,
     ) -> Result<()> {
+        let requests = &turn.requests;
         let Some((_, first)) = requests.first() else {
             return Ok(());
         };
@@ -121,13 +121,13 @@ impl Snapshot {
             samples[request][at] = Some(sampled(completion));
             if samples[request].iter().all(Option::is_some) {
                 let sequences = samples[request].drain(..).flatten().collect();
-                let (id, work) = &requests[request];
+                let (seq, work) = &requests[request];
                 let prompt_log_probs = self.prompt_log_probs(work, base.parameters.device())?;
                 let outcome = Outcome::Samples {
                     sequences,
                     prompt_log_probs,
                 };
-                queues.finish_samples(id, outcome);
+                queues.finish_samples(&turn.sampler, *seq, outcome);
             }
             Ok(())
         };
@@ -135,7 +135,7 @@ impl Snapshot {
             prompts: &prompts,
             sampling: &sampling,
             decode: Some(&*base.decode),
-            progress: &UntilStop(queues),
+            progress: &UntilOver { queues, turn },
             records_experts: false,
             partial: None,
         };
@@ -168,7 +168,7 @@ fn sampled(completion: Completion) -> SampledTokens {
     }
 }
 
-/// Returns whether sampling ended because the server stops.
-pub(crate) fn is_stopped(error: &anyhow::Error) -> bool {
+/// Returns whether sampling ended because its turn was in vain.
+pub(crate) fn is_interrupted(error: &anyhow::Error) -> bool {
     error.is::<Interrupted>()
 }

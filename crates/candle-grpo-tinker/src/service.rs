@@ -12,12 +12,11 @@ use crate::loss::LossFn;
 use crate::queue::{Queues, RequestId, SamplerId, internal};
 use crate::sampling::SampleWork;
 use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, SessionRecord, Start, UNNAMED, WeightsPath, session_name,
-    weights_name,
+    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, weights_name,
 };
 use crate::wire::request::{
-    CreateModel, CreateSampler, CreateSession, Heartbeat, Load, LoraOptions, OfModel, OptimStep,
-    OptimizerKind, Pass, PassInput, Retrieve, Sample, Save, Stop, WeightsInfo,
+    CreateModel, CreateSampler, Heartbeat, Load, LoraOptions, OfModel, OptimStep, OptimizerKind,
+    Pass, PassInput, Retrieve, Sample, Save, Stop, WeightsInfo,
 };
 use crate::work::{SaveRequest, WeightsKind, Work};
 
@@ -78,6 +77,11 @@ impl Service {
         &self.base.model
     }
 
+    pub(crate) fn health(&self) -> Result<Value, Refusal> {
+        self.queues.ensure_working()?;
+        Ok(json!({"status": "ok"}))
+    }
+
     /// Client settings.
     pub(crate) fn client_config(&self) -> Value {
         json!({
@@ -103,16 +107,9 @@ impl Service {
         }]})
     }
 
-    pub(crate) fn create_session(&self, request: CreateSession) -> Result<Value, Refusal> {
+    pub(crate) fn create_session(&self) -> Result<Value, Refusal> {
         let id = random_id();
-        let record = SessionRecord {
-            sdk_version: request.sdk_version,
-            user_metadata: request.user_metadata,
-        };
-        self.queues
-            .store()
-            .add_session(&id, &record)
-            .map_err(internal)?;
+        self.queues.store().add_session(&id).map_err(internal)?;
         self.queues.add_session(id.clone());
         Ok(json!({"type": "create_session", "session_id": id}))
     }
@@ -152,9 +149,7 @@ impl Service {
             train_mlp: options.train_mlp,
         };
         let lora = self.base.lora(&record);
-        lora.map_err(|error| {
-            Refusal::new(400, "invalid_value", format!("lora_config: {error:#}"))
-        })?;
+        lora.map_err(|error| Refusal::within("lora_config: ", &error))?;
         self.queues.add_model(&id, record)?;
         self.queues
             .promise(&id, Some(0), &Work::Create)
@@ -191,13 +186,8 @@ impl Service {
         if input.data.is_empty() {
             return Err(Refusal::invalid("data", "[]", "have at least one example"));
         }
-        let rows = input.data.iter().enumerate().map(|(at, datum)| {
-            let name = format!("data[{at}]");
-            let row = loss.row(&name, datum)?;
-            let fits = row.validate(self.model());
-            fits.map_err(|error| Refusal::new(400, "invalid_value", format!("{name}.{error:#}")))?;
-            Ok(row)
-        });
+        let rows = input.data.iter().enumerate();
+        let rows = rows.map(|(at, datum)| loss.row(&format!("data[{at}]"), datum, &self.base));
         Ok(Work::Pass {
             rows: rows.collect::<Result<_, Refusal>>()?,
             loss,
@@ -297,11 +287,7 @@ impl Service {
     /// Returns the record for the model that saved weights come from.
     fn source(&self, path: &WeightsPath) -> Result<ModelRecord, Refusal> {
         let store = self.queues.store();
-        let must = "be saved weights of this server";
-        let missing = || Refusal {
-            status: 404,
-            ..Refusal::invalid("path", path, must)
-        };
+        let missing = || Refusal::missing("path", path, "be saved weights of this server");
         if !store.weights(path).exists() {
             return Err(missing());
         }
@@ -403,17 +389,22 @@ impl Service {
             let must = format!("be from 1 to {MAX_SAMPLES}");
             return Err(Refusal::invalid("num_samples", samples, &must));
         }
-        let work = self.sample_work(&request)?;
         let queues = &self.queues;
-        let id = match &request.sampling_session_id {
-            Some(id) => SamplerId(id.clone()),
+        let (id, weights, seq) = match &request.sampling_session_id {
+            Some(id) => {
+                let id = SamplerId(id.clone());
+                let weights = queues.sampler(&id)?;
+                (id, weights, request.seq_id)
+            }
+            // Clients share this queue, so their numbers are not unique.
             None => {
                 let (base, path) = (request.base_model.as_deref(), request.model_path.as_deref());
-                queues.direct_sampler(self.sampler_record(base, path)?)
+                (SamplerId::direct(), self.sampler_record(base, path)?, None)
             }
         };
+        let work = self.sample_work(weights, &request)?;
         let seed = request.sampling_params.seed;
-        let promise = queues.promise_samples(&id, request.seq_id, |id| SampleWork {
+        let promise = queues.promise_samples(&id, seq, |id| SampleWork {
             seed: seed.unwrap_or_else(|| seed_of(&id.to_string())),
             ..work
         })?;
@@ -423,24 +414,11 @@ impl Service {
         Ok(answer)
     }
 
-    fn sample_work(&self, request: &Sample) -> Result<SampleWork, Refusal> {
+    fn sample_work(&self, weights: SamplerRecord, request: &Sample) -> Result<SampleWork, Refusal> {
         let params = &request.sampling_params;
         let prompt = request.prompt.tokens("prompt")?;
         let model = self.model();
-        if prompt.is_empty() {
-            return Err(Refusal::invalid("prompt", "[]", "have at least one token"));
-        }
-        if let Some(at) = prompt
-            .iter()
-            .position(|&id| id as usize >= model.vocab_size)
-        {
-            let must = format!("be below {}, the vocabulary size", model.vocab_size);
-            return Err(Refusal::invalid(
-                &format!("prompt[{at}]"),
-                prompt[at],
-                &must,
-            ));
-        }
+        self.base.ensure_tokens("prompt", &prompt)?;
         let positions = model.max_position_embeddings;
         let room = positions.saturating_sub(prompt.len());
         let max_new_tokens = params.max_tokens.unwrap_or(room);
@@ -480,9 +458,8 @@ impl Service {
             max_new_tokens: positions,
             ..SamplingConfig::default()
         };
-        sampling.validate_for(model.vocab_size).map_err(|error| {
-            Refusal::new(400, "invalid_value", format!("sampling_params.{error:#}"))
-        })?;
+        let valid = sampling.validate_for(model.vocab_size);
+        valid.map_err(|error| Refusal::within("sampling_params.", &error))?;
         let last = request.prompt_logprobs_last_n;
         let prompt_log_probs = match (request.prompt_logprobs == Some(true), last) {
             (false, None) => None,
@@ -494,6 +471,7 @@ impl Service {
             }
         };
         Ok(SampleWork {
+            weights,
             prompt,
             num_samples: request.num_samples,
             seed: 0,

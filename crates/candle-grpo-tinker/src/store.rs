@@ -13,27 +13,21 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_base::atomic_file;
 use candle_grpo_base::server::Refusal;
+use candle_grpo_train::data::read_json;
+use candle_grpo_train::run::FolderLock;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
 use crate::work::{Answered, WeightsKind, Work};
 
 /// Folder version.
 const VERSION: &str = "1";
-
-/// A session in its file.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct SessionRecord {
-    pub(crate) sdk_version: Option<String>,
-    pub(crate) user_metadata: Option<Map<String, Value>>,
-}
 
 /// A model in its file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,6 +56,14 @@ pub(crate) struct SamplerRecord {
     pub(crate) model_path: Option<String>,
 }
 
+impl SamplerRecord {
+    /// Returns whether these are its weights.
+    pub(crate) fn has(&self, path: &WeightsPath) -> bool {
+        let own = self.model_path.as_deref();
+        own.is_some_and(|own| WeightsPath::parse(own).as_ref() == Ok(path))
+    }
+}
+
 /// A model's state after a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StateRecord {
@@ -88,10 +90,7 @@ impl ModelId {
                 number: number.parse().ok()?,
             })
         });
-        parsed.ok_or_else(|| Refusal {
-            status: 404,
-            ..Refusal::invalid("model_id", id, must)
-        })
+        parsed.ok_or_else(|| Refusal::missing("model_id", id, must))
     }
 }
 
@@ -160,17 +159,37 @@ pub(crate) fn weights_name(name: &str) -> Result<&str, Refusal> {
     Err(Refusal::invalid("path", format!("{name:?}"), must))
 }
 
+/// A request's SHA-256 digest.
+pub(crate) type Digest = [u8; 32];
+
+/// A request in its file: its digest and its work.
+pub(crate) struct StoredRequest(Vec<u8>);
+
+impl StoredRequest {
+    pub(crate) fn new(work: &Work) -> Result<Self> {
+        let mut bytes = vec![0; size_of::<Digest>()];
+        bytes = postcard::to_extend(work, bytes)?;
+        let (digest, work) = bytes.split_at_mut(size_of::<Digest>());
+        digest.copy_from_slice(&crate::digest(work));
+        Ok(Self(bytes))
+    }
+
+    pub(crate) fn digest(&self) -> Digest {
+        *self.0.first_chunk().unwrap_or(&Digest::default())
+    }
+}
+
 /// The server's folder.
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
-    _lock: fs::File,
+    _lock: FolderLock,
 }
 
 /// A model's requests and results when the server starts.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    pub(crate) requests: BTreeMap<u64, [u8; 32]>,
+    pub(crate) requests: BTreeMap<u64, Digest>,
     /// Sequence numbers with a result.
     pub(crate) results: Vec<u64>,
     /// Sequence number of the first request without a result.
@@ -182,17 +201,11 @@ impl Store {
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder.join("sessions"))
             .with_context(|| format!("folder: cannot create {}", folder.display()))?;
-        let path = folder.join(".lock");
-        let lock = fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)?;
-        if let Err(fs::TryLockError::WouldBlock) = lock.try_lock() {
-            anyhow::bail!(
-                "folder: {}, must be one that no other server has open",
-                folder.display()
-            );
-        }
+        let must = || {
+            let folder = folder.display();
+            format!("folder: {folder}, must be one that no other server has open")
+        };
+        let lock = FolderLock::take(folder, "sessions").with_context(must)?;
         let version = folder.join("version");
         match fs::read_to_string(&version) {
             Ok(found) => ensure!(
@@ -200,7 +213,10 @@ impl Store {
                 "folder: {} has the form {found:?}, must have the form {VERSION:?}",
                 folder.display()
             ),
-            Err(_) => atomic_file::write(&version, VERSION.as_bytes())?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                write(&version, VERSION.as_bytes())?;
+            }
+            Err(error) => return Err(error).with_context(|| version.display().to_string()),
         }
         Ok(Self {
             folder: folder.to_owned(),
@@ -239,8 +255,8 @@ impl Store {
         self.model(id).join("results").join(seq.to_string())
     }
 
-    pub(crate) fn add_session(&self, id: &str, record: &SessionRecord) -> Result<()> {
-        write_json(&self.session(id).join("session.json"), record)
+    pub(crate) fn add_session(&self, id: &str) -> Result<()> {
+        write(&self.session(id).join("session.json"), b"{}")
     }
 
     /// Returns whether a session was finished.
@@ -248,15 +264,36 @@ impl Store {
         self.session(session).join("finished").exists()
     }
 
-    /// Notes that a session is finished, and removes all but its saved weights.
+    /// Notes that a session is finished.
     pub(crate) fn finish(&self, session: &str) -> Result<()> {
-        write(&self.session(session).join("finished"), b"")?;
-        for id in self.models(session)? {
-            for part in ["requests", "results", "states"] {
-                let folder = self.model(&id).join(part);
-                if folder.exists() {
-                    atomic_file::remove_folder(&folder)?;
-                }
+        write(&self.session(session).join("finished"), b"")
+    }
+
+    /// Removes all but a model's saved weights.
+    pub(crate) fn finish_model(&self, id: &ModelId) -> Result<()> {
+        for part in ["requests", "results", "states"] {
+            let folder = self.model(id).join(part);
+            if folder.exists() {
+                atomic_file::remove_folder(&folder)?;
+            }
+        }
+        self.remove_leftovers(id)
+    }
+
+    /// Removes what a killed server was about to write or to remove.
+    fn remove_leftovers(&self, id: &ModelId) -> Result<()> {
+        let parts = [
+            "requests",
+            "results",
+            "states",
+            "weights",
+            "sampler_weights",
+        ];
+        let model = self.model(id);
+        let parts = parts.iter().map(|part| model.join(part));
+        for folder in parts.chain([model.clone()]) {
+            if folder.exists() {
+                atomic_file::remove_leftovers(&folder)?;
             }
         }
         Ok(())
@@ -280,16 +317,14 @@ impl Store {
         &self,
         id: &ModelId,
         seq: u64,
-        digest: [u8; 32],
-        work: &Work,
+        request: &StoredRequest,
     ) -> Result<()> {
-        write_record(&self.request(id, seq), &(digest, work))
+        write(&self.request(id, seq), &request.0)
     }
 
-    /// Reads a promised request; `None` if it was removed.
-    pub(crate) fn read_request(&self, id: &ModelId, seq: u64) -> Result<Option<Work>> {
-        let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
-        Ok(record.map(|(_, work)| work))
+    /// Reads a promised request with its digest; `None` if it was removed.
+    pub(crate) fn read_request(&self, id: &ModelId, seq: u64) -> Result<Option<(Digest, Work)>> {
+        read_record(&self.request(id, seq))
     }
 
     /// Removes a request that is not needed to restore the model.
@@ -362,18 +397,7 @@ impl Store {
     /// Reads which requests and results a model has. Completes what a killed server left:
     /// the last result that the state includes, and the removal of its requests.
     pub(crate) fn recover(&self, id: &ModelId) -> Result<Found> {
-        for part in [
-            "requests",
-            "results",
-            "states",
-            "weights",
-            "sampler_weights",
-        ] {
-            let folder = self.model(id).join(part);
-            if folder.exists() {
-                atomic_file::remove_leftovers(&folder)?;
-            }
-        }
+        self.remove_leftovers(id)?;
         let mut found = Found::default();
         if let Some(state) = self.state_record(id)? {
             let last = state.next.saturating_sub(1);
@@ -387,13 +411,14 @@ impl Store {
         found.next = found
             .results
             .iter()
-            .map(|seq| seq + 1)
+            .map(|seq| seq.saturating_add(1))
             .fold(found.next, u64::max);
         for seq in numbers(&self.model(id).join("requests"))? {
-            let record: Option<([u8; 32], Work)> = read_record(&self.request(id, seq))?;
-            if let Some((digest, _)) = record {
-                found.requests.insert(seq, digest);
-            }
+            let path = self.request(id, seq);
+            let mut digest = Digest::default();
+            let read = fs::File::open(&path).and_then(|mut file| file.read_exact(&mut digest));
+            read.with_context(|| format!("reading {}", path.display()))?;
+            found.requests.insert(seq, digest);
         }
         Ok(found)
     }
@@ -450,19 +475,17 @@ fn numbers(folder: &Path) -> Result<Vec<u64>> {
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    atomic_file::write(path, bytes).with_context(|| format!("writing {}", path.display()))
+    let write = || {
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        atomic_file::write(path, bytes)
+    };
+    write().with_context(|| format!("writing {}", path.display()))
 }
 
 fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     write(path, &serde_json::to_vec_pretty(value)?)
-}
-
-fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    let read = || -> Result<T> { Ok(serde_json::from_slice(&fs::read(path)?)?) };
-    read().with_context(|| format!("reading {}", path.display()))
 }
 
 fn write_record<T: Serialize>(path: &Path, value: &T) -> Result<()> {

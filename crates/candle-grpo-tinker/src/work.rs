@@ -4,6 +4,7 @@ use candle_grpo_train::learn::TargetRow;
 use serde::{Deserialize, Serialize};
 
 use crate::loss::LossFn;
+use crate::store::Digest;
 use crate::wire::request::AdamParams;
 
 /// A model's training request.
@@ -118,6 +119,6 @@ pub(crate) struct SampledTokens {
 /// A result, with the identity of its request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Answered {
-    pub(crate) digest: [u8; 32],
+    pub(crate) digest: Digest,
     pub(crate) outcome: Outcome,
 }

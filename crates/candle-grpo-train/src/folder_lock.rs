@@ -10,7 +10,7 @@ pub(crate) const LOCK: &str = ".lock";
 
 /// Prevents other programs from using a folder, until dropped.
 #[derive(Debug)]
-pub(crate) struct FolderLock {
+pub struct FolderLock {
     path: PathBuf,
     _file: File,
 }
@@ -21,7 +21,7 @@ impl FolderLock {
     /// # Errors
     ///
     /// Fails if another program has it open.
-    pub(crate) fn take(path: &Path, contents: &str) -> Result<Self> {
+    pub fn take(path: &Path, contents: &str) -> Result<Self> {
         let lock = path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&lock);
         let file = file.with_context(|| format!("opening {}", lock.display()))?;

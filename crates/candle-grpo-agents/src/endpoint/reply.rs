@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use candle_grpo_base::server;
+use hyper::Response;
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
-use hyper::{Response, StatusCode};
+use hyper::header::CONTENT_TYPE;
 use serde_json::Value;
 
 use crate::episode::Episode;
@@ -59,12 +60,7 @@ fn reply(
         bytes: Some(Bytes::from(body)),
         receipt,
     };
-    let mut response = Response::new(body);
-    *response.status_mut() =
-        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    response
+    server::response(status, kind, body)
 }
 
 /// JSON reply.

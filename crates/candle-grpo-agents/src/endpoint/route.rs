@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use candle_grpo_base::server::{authorize, read_body};
+use candle_grpo_base::server::{allow, authorize, read_body};
 use hyper::body::Incoming;
-use hyper::header::{ALLOW, HOST, HeaderValue};
+use hyper::header::HOST;
 use hyper::{HeaderMap, Method, Request, Response};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -76,16 +76,9 @@ pub(super) async fn answer(episodes: &Episodes, request: Request<Incoming>) -> R
         return refused(Dialect::Chat, &refusal);
     };
     if request.method() != route.method() {
-        let message = format!(
-            "method: {}, must be {}",
-            request.method(),
-            route.method().as_str()
-        );
-        let refusal = Refusal::new(405, "method_not_allowed", message);
+        let refusal = Refusal::method(request.method(), &route.method());
         let mut response = refused(route.dialect(), &refusal);
-        if let Ok(allowed) = HeaderValue::from_str(route.method().as_str()) {
-            response.headers_mut().insert(ALLOW, allowed);
-        }
+        allow(&mut response, &route.method());
         return response;
     }
     let dialect = route.dialect();

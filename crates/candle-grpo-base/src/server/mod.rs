@@ -18,10 +18,10 @@ use anyhow::{Context, Result};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Limited};
 use hyper::body::{Body, Incoming};
-use hyper::header::AUTHORIZATION;
+use hyper::header::{ALLOW, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{HeaderMap, Request, Response};
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot};
@@ -117,7 +117,6 @@ impl Listener {
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Server {
-            address: self.address,
             entrances,
             _main: main,
             stop: Some(stop),
@@ -168,7 +167,6 @@ impl Drop for Entrance {
 /// A running server. It stops when dropped.
 #[derive(Debug)]
 pub struct Server {
-    address: SocketAddr,
     entrances: Entrances,
     /// The listener at the address.
     _main: Entrance,
@@ -177,11 +175,6 @@ pub struct Server {
 }
 
 impl Server {
-    /// Returns the address.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     /// Returns what opens the server to more listeners.
     pub fn entrances(&self) -> &Entrances {
         &self.entrances
@@ -244,6 +237,23 @@ async fn accept<A, F, B>(
             }
             drop(permit);
         });
+    }
+}
+
+/// Creates a response whose body has the content type `kind`.
+pub fn response<B>(status: u16, kind: &'static str, body: B) -> Response<B> {
+    let mut response = Response::new(body);
+    *response.status_mut() =
+        StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+/// Adds the method that the path of a refused request allows.
+pub fn allow<B>(response: &mut Response<B>, method: &Method) {
+    if let Ok(method) = HeaderValue::from_str(method.as_str()) {
+        response.headers_mut().insert(ALLOW, method);
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use hyper::Method;
+
 /// Maximum number of characters that an error quotes from a wrong value.
 const SHOWN: usize = 200;
 
@@ -40,5 +42,24 @@ impl Refusal {
                 format!("{name}: {value}, must {must}"),
             )
         }
+    }
+
+    /// Reports an error that names a field of the argument before it: `{place}{error}`.
+    pub fn within(place: &str, error: &anyhow::Error) -> Self {
+        Self::new(400, "invalid_value", format!("{place}{error:#}"))
+    }
+
+    /// Reports an argument that names nothing, as [`Self::invalid`] does.
+    pub fn missing(name: &str, value: impl fmt::Display, must: &str) -> Self {
+        Self {
+            status: 404,
+            ..Self::invalid(name, value, must)
+        }
+    }
+
+    /// Reports a path's method that is not `allowed`.
+    pub fn method(given: &Method, allowed: &Method) -> Self {
+        let message = format!("method: {given}, must be {allowed}");
+        Self::new(405, "method_not_allowed", message)
     }
 }

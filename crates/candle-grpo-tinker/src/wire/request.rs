@@ -7,7 +7,7 @@ use candle_grpo_base::server::Refusal;
 use prost::Message;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::datum::{Datum, JsonDatum, JsonInput};
 use super::proto;
@@ -39,15 +39,6 @@ pub(crate) fn decoded(body: Bytes, encoding: Option<&str>, limit: usize) -> Resu
             "be zstd or absent",
         )),
     }
-}
-
-/// `create_session`.
-#[derive(Debug, Deserialize)]
-pub(crate) struct CreateSession {
-    #[serde(default)]
-    pub(crate) sdk_version: Option<String>,
-    #[serde(default)]
-    pub(crate) user_metadata: Option<Map<String, Value>>,
 }
 
 /// `session_heartbeat`.

@@ -1,5 +1,6 @@
 //! The server over real HTTP.
 
+mod learning;
 mod losses;
 mod malformed;
 mod recovery;

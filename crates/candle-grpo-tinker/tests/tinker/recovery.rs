@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-use super::running::{MODEL, Running, example, pass, step};
+use super::running::{MODEL, Running, example, pass, pretrained, step};
 
 /// The contents of all files, and the directories, by path.
 type Files = BTreeMap<PathBuf, Option<Vec<u8>>>;
@@ -163,6 +164,24 @@ fn a_step_is_not_made_twice() {
 }
 
 #[test]
+fn a_folder_with_another_version_is_refused_and_stays() {
+    let folder = tempdir().unwrap();
+    drop(Running::start(folder.path()));
+    let version = folder.path().join("version");
+    // The last cannot be read as text.
+    for other in [&b"2"[..], &[0xff]] {
+        fs::write(&version, other).unwrap();
+        let config = TinkerConfig::new(folder.path(), MODEL);
+        let error = TinkerServer::start(config, pretrained()).unwrap_err();
+        let name = version.display().to_string();
+        let words = ["must have the form \"1\"", &name];
+        let error = error.to_string();
+        assert!(words.iter().any(|words| error.contains(words)), "{error}");
+        assert_eq!(fs::read(&version).unwrap(), other);
+    }
+}
+
+#[test]
 fn samples_must_be_sent_again() {
     let folder = tempdir().unwrap();
     let server = Running::start(folder.path());
@@ -204,4 +223,70 @@ fn unknown_requests_are_refused() {
         let refused = server.try_post("retrieve_future", &json!({"request_id": id}));
         assert_eq!(refused.status, status, "{id}");
     }
+}
+
+/// A request has no result if the folder cannot be written. The server reports it, and the next
+/// one executes the request.
+#[test]
+fn a_folder_that_cannot_be_written_is_reported() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let sessions = folder.path().join("sessions");
+    let results = sessions.join(&session).join("models/0/results");
+    let aside = folder.path().join("aside");
+    fs::rename(&results, &aside).unwrap();
+    fs::write(&results, "not a folder").unwrap();
+    let data = [example(&[1, 2, 3, 4])];
+    let body = pass(&model, 1, "cross_entropy", &data);
+    let promise = server.post("forward", &body);
+    let failed = server.try_result(&promise);
+    assert_eq!(failed.status, 503, "{failed:?}");
+    assert!(failed.detail().contains("results"), "{}", failed.detail());
+    let health = ureq::get(format!("{}healthz", server.url));
+    let health = health.config().http_status_as_error(false).build().call();
+    assert_eq!(health.unwrap().status().as_u16(), 503);
+    drop(server);
+    fs::remove_file(&results).unwrap();
+    fs::rename(&aside, &results).unwrap();
+    let server = Running::start(folder.path());
+    server.result(&server.post("forward", &body));
+}
+
+/// The names in a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// A server that is killed while it removes a session's files completes it when it starts.
+#[test]
+fn a_finished_session_keeps_only_its_saved_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let id = server.model(&session, 0, 1);
+    let save = json!({"model_id": id, "path": "a", "seq_id": 1});
+    server.call("save_weights", &save);
+    let data = [example(&[1, 2, 3, 4])];
+    server.post("forward_backward", &pass(&id, 2, "cross_entropy", &data));
+    server.post("optim_step", &step(&id, 3));
+    server.post(&format!("sessions/{session}/finish"), &json!({}));
+    // Its turn comes after the removal.
+    server.new_model();
+    let sessions = folder.path().join("sessions");
+    let model = sessions.join(&session).join("models/0");
+    let kept = ["model.json", "weights"];
+    assert_eq!(names(&model), kept);
+    drop(server);
+    for part in ["requests/7", "results/7", "states/7", ".states.1.old/7"] {
+        fs::create_dir_all(model.join(part)).unwrap();
+    }
+    drop(Running::start(folder.path()));
+    assert_eq!(names(&model), kept);
 }

@@ -81,7 +81,11 @@ impl Running {
     }
 
     pub(crate) fn with(config: TinkerConfig) -> Self {
-        let server = TinkerServer::start(config, pretrained()).unwrap();
+        Self::serve(config, pretrained())
+    }
+
+    pub(crate) fn serve(config: TinkerConfig, pretrained: Pretrained) -> Self {
+        let server = TinkerServer::start(config, pretrained).unwrap();
         let url = format!("http://{}/api/v1/", server.address());
         Self {
             _server: server,
@@ -119,14 +123,19 @@ impl Running {
 
     /// Waits for the result of a call.
     pub(crate) fn result(&self, promise: &Value) -> Value {
-        let id = json!({"request_id": promise["request_id"]});
         loop {
-            let reply = self.try_post("retrieve_future", &id);
+            let reply = self.try_result(promise);
             if reply.status != 408 {
                 assert_eq!(reply.status, 200, "{}", reply.json());
                 return reply.json();
             }
         }
+    }
+
+    /// Gets the result of a call, if there is one now.
+    pub(crate) fn try_result(&self, promise: &Value) -> Reply {
+        let id = json!({"request_id": promise["request_id"]});
+        self.try_post("retrieve_future", &id)
     }
 
     /// Waits for the results of several calls.
@@ -145,6 +154,23 @@ impl Running {
     pub(crate) fn session(&self) -> String {
         let session = self.post("create_session", &json!({"tags": [], "sdk_version": "0"}));
         session["session_id"].as_str().unwrap().to_owned()
+    }
+
+    /// Occupies the engine with samples, until they are canceled.
+    pub(crate) fn occupy(&self) -> Value {
+        let body = json!({
+            "base_model": MODEL,
+            "num_samples": 4096,
+            "prompt": {"chunks": [{"tokens": [1]}]},
+            "sampling_params": {"stop": []},
+        });
+        self.post("asample", &body)
+    }
+
+    /// Cancels a call.
+    pub(crate) fn cancel(&self, promise: &Value) {
+        let id = json!({"request_id": promise["request_id"]});
+        self.post("cancel_future", &id);
     }
 
     /// Creates a session with a model, and returns the model's id.

@@ -1,11 +1,27 @@
 //! Samples.
 
+use std::thread;
+
 use candle_grpo_tinker::TinkerConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
 use super::running::{MODEL, Running, example, pass, step};
+
+/// A request without a sampling session.
+fn direct(weights: &Value) -> Value {
+    let mut body = json!({
+        "num_samples": 1, "prompt_logprobs": true,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 1},
+    });
+    match weights {
+        Value::Null => body["base_model"] = json!(MODEL),
+        path => body["model_path"] = path.clone(),
+    }
+    body
+}
 
 /// A sampling session of the base model.
 fn sampler(server: &Running) -> Value {
@@ -32,7 +48,8 @@ fn a_seed_draws_the_same_samples_in_any_batch() {
     let sampler = sampler(&server);
     let params = json!({"max_tokens": 20, "seed": 7, "stop": []});
     let alone = server.call("asample", &request(&sampler, 0, params.clone()));
-    // These share a batch if the engine is busy.
+    // These share a batch: they wait for the engine.
+    let first = server.occupy();
     let promises: Vec<Value> = (1..6)
         .map(|seq| {
             let mut params = params.clone();
@@ -40,6 +57,7 @@ fn a_seed_draws_the_same_samples_in_any_batch() {
             server.post("asample", &request(&sampler, seq, params))
         })
         .collect();
+    server.cancel(&first);
     let results = server.results(&promises);
     assert_eq!(results[2], alone);
     assert_ne!(results[0], alone);
@@ -150,13 +168,153 @@ fn waiting_requests_have_a_limit() {
     });
     let sampler = sampler(&server);
     let body = |seq| request(&sampler, seq, json!({"max_tokens": 1}));
+    let first = server.occupy();
     let promises = [0, 1].map(|seq| server.post("asample", &body(seq)));
     let refused = server.try_post("asample", &body(2));
     assert_eq!(refused.status, 429, "{refused:?}");
+    server.cancel(&first);
     for promise in &promises {
         server.result(promise);
     }
     server.call("asample", &body(2));
+}
+
+/// A client that ends without its results does not take the place of others.
+#[test]
+fn results_that_nobody_retrieves_are_dropped() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let sampler = sampler(&server);
+    let lost: Vec<Value> = (0..6)
+        .map(|seq| {
+            let promise = server.post("asample", &direct(&Value::Null));
+            // This request has its turn after the one before.
+            server.call("asample", &request(&sampler, seq, json!({"max_tokens": 1})));
+            promise
+        })
+        .collect();
+    assert_eq!(server.try_result(&lost[0]).status, 410);
+    for promise in &lost[4..] {
+        assert_eq!(server.try_result(promise).status, 200);
+    }
+}
+
+#[test]
+fn a_canceled_request_has_no_result_and_no_place() {
+    let folder = tempdir().unwrap();
+    let server = Running::with(TinkerConfig {
+        max_waiting: 2,
+        ..TinkerConfig::new(folder.path(), MODEL)
+    });
+    let (first, second) = (sampler(&server), sampler(&server));
+    let body = |sampler: &Value, seq| request(sampler, seq, json!({"max_tokens": 1}));
+    let running = server.occupy();
+    let waiting = server.post("asample", &body(&first, 0));
+    thread::scope(|scope| {
+        let retrieved = scope.spawn(|| server.try_result(&waiting));
+        server.cancel(&waiting);
+        let gone = retrieved.join().unwrap();
+        assert_eq!(gone.status, 410, "{gone:?}");
+    });
+    // One that runs, too, and one with a result.
+    server.cancel(&running);
+    assert_eq!(server.try_result(&running).status, 410);
+    let done = [1, 2].map(|seq| server.post("asample", &body(&first, seq)));
+    server.call("asample", &body(&second, 0));
+    for promise in &done {
+        server.cancel(promise);
+        assert_eq!(server.try_result(promise).status, 410);
+    }
+    server.call("asample", &body(&first, 3));
+}
+
+#[test]
+fn the_largest_number_is_one() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    for seq in [u64::MAX, 1] {
+        let body = request(&sampler, seq, json!({"max_tokens": 1}));
+        let found = server.call("asample", &body);
+        assert_eq!(found["sequences"].as_array().unwrap().len(), 2);
+    }
+}
+
+#[test]
+fn requests_without_a_sampling_session_have_numbers_of_their_own() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut bodies = [direct(&Value::Null), direct(&Value::Null)];
+    bodies[1]["num_samples"] = json!(2);
+    let samples = bodies.map(|mut body| {
+        body["seq_id"] = json!(0);
+        let found = server.call("asample", &body);
+        found["sequences"].as_array().unwrap().len()
+    });
+    assert_eq!(samples, [1, 2]);
+}
+
+#[test]
+fn weights_that_were_saved_again_are_sampled_from() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let data = [example(&[1, 2, 3])];
+    let mut last = Value::Null;
+    for round in 0..2 {
+        let at = 4 * round;
+        server.post(
+            "forward_backward",
+            &pass(&model, at + 1, "cross_entropy", &data),
+        );
+        server.post("optim_step", &step(&model, at + 2));
+        let save = json!({"model_id": model, "path": "latest", "seq_id": at + 3});
+        let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+        let drawn = server.call("asample", &direct(&path));
+        let forward = server.call("forward", &pass(&model, at + 4, "cross_entropy", &data));
+        let expected = &forward["loss_fn_outputs"][0]["logprobs"]["data"];
+        let found = drawn["prompt_logprobs"].as_array().unwrap();
+        assert_eq!(found[1..], expected.as_array().unwrap()[..]);
+        assert_ne!(*expected, last);
+        last = expected.clone();
+    }
+}
+
+#[test]
+fn the_last_prompt_log_probs_are_those_of_all() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let all = server.call("asample", &direct(&Value::Null));
+    let mut body = direct(&Value::Null);
+    body["prompt_logprobs_last_n"] = json!(1);
+    let last = server.call("asample", &body);
+    let (all, last) = (&all["prompt_logprobs"], &last["prompt_logprobs"]);
+    assert_eq!(*last, json!([null, null, all[2]]));
+    assert!(all[2].is_number());
+}
+
+#[test]
+fn a_repeated_sampling_session_has_the_same_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let save = json!({"model_id": model, "path": "a", "seq_id": 1});
+    let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+    let create = json!({
+        "session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL,
+    });
+    let created = server.post("create_sampling_session", &create);
+    assert_eq!(server.post("create_sampling_session", &create), created);
+    let mut other = create.clone();
+    other["model_path"] = path;
+    let refused = server.try_post("create_sampling_session", &other);
+    assert_eq!(refused.status, 400);
+    let words = "sampling_session_seq_id: 0, must be the number of one sampling session: another one of this session has it";
+    assert_eq!(refused.detail(), words);
 }
 
 #[rstest]
@@ -164,7 +322,7 @@ fn waiting_requests_have_a_limit() {
 #[case(json!({"topk_prompt_logprobs": 2}), "topk_prompt_logprobs: 2, must be 0")]
 #[case(json!({"prompt": {"chunks": []}}), "prompt: [], must have at least one token")]
 #[case(json!({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}), "prompt.chunks[0].type: image, must be encoded_text")]
-#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below 12")]
+#[case(json!({"prompt": {"chunks": [{"tokens": [99]}]}}), "prompt[0]: 99, must be below the vocabulary size 12")]
 #[case(json!({"prompt": {"chunks": [{"tokens": [-1]}]}}), "prompt.chunks[0].tokens[0]: -1, must be a token")]
 #[case(json!({"sampling_params": {"max_tokens": 62}}), "sampling_params.max_tokens: 62, must be from 1 to 61")]
 #[case(json!({"sampling_params": {"temperature": -1.0}}), "sampling_params.temperature: -1.0, must be from 1e-6")]

@@ -1,13 +1,19 @@
 //! Sessions, models and their order.
 
+use std::path::PathBuf;
 use std::thread;
 
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use rstest::rstest;
 use serde_json::{Value, json};
-use tempfile::tempdir;
+use tempfile::{TempDir, tempdir};
 
 use super::running::{MODEL, Running, example, pass, pretrained, step};
+
+/// The folder of a session's models.
+fn models(folder: &TempDir, session: &str) -> PathBuf {
+    folder.path().join("sessions").join(session).join("models")
+}
 
 fn texts() -> [Vec<u32>; 4] {
     [
@@ -158,12 +164,7 @@ fn saved_weights_are_peft_folders() {
     let model = server.model(&session, 0, 1);
     let save = json!({"model_id": model, "path": "mine", "seq_id": 1});
     server.call("save_weights_for_sampler", &save);
-    let models = folder
-        .path()
-        .join("sessions")
-        .join(&session)
-        .join("models/0");
-    let saved = models.join("sampler_weights/mine");
+    let saved = models(&folder, &session).join("0/sampler_weights/mine");
     let config = std::fs::read(saved.join("adapter_config.json")).unwrap();
     let config: Value = serde_json::from_slice(&config).unwrap();
     assert_eq!(
@@ -249,7 +250,10 @@ fn a_wrong_pass_is_a_failed_result() {
         ("dro", good.clone(), "loss_fn: dro, must be cross_entropy"),
         (
             "ppo",
-            good.clone(),
+            json!({
+                "model_input": good["model_input"],
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 5])},
+            }),
             "data[0].advantages: absent, must be given",
         ),
         (
@@ -269,12 +273,46 @@ fn a_wrong_pass_is_a_failed_result() {
         ),
         (
             "cross_entropy",
+            with(
+                "weights",
+                json!({"data": [1., 1., 1e39, 1., 1.], "dtype": "float32"}),
+            ),
+            "data[0].weights[2]: inf, must be finite",
+        ),
+        (
+            "cross_entropy",
+            with("mask", super::running::numbers(&[1.; 5])),
+            "data[0].loss_fn_inputs: mask, must be target_tokens or weights, the inputs of this loss_fn",
+        ),
+        (
+            "importance_sampling",
+            with("logprobs", super::running::numbers(&[1.; 5])),
+            "data[0].loss_fn_inputs: weights, must be target_tokens, logprobs or advantages, the inputs of this loss_fn",
+        ),
+        (
+            "cross_entropy",
+            json!({
+                "model_input": {"chunks": [{"tokens": [1, 99]}]},
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1, 2])},
+            }),
+            "data[0].model_input[1]: 99, must be below the vocabulary size 12",
+        ),
+        (
+            "cross_entropy",
+            json!({
+                "model_input": {"chunks": [{"tokens": vec![1; 65]}]},
+                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 65])},
+            }),
+            "data[0].model_input: 65 tokens, must be at most 64, the positions of the model",
+        ),
+        (
+            "cross_entropy",
             with("target_tokens", json!({"data": [[1]], "dtype": "int64"})),
             "forward_backward_input: ",
         ),
     ];
-    for (at, (loss, example, words)) in cases.into_iter().enumerate() {
-        let body = pass(&model, at as u64 + 1, loss, &[example]);
+    for (at, (loss, example, words)) in cases.iter().enumerate() {
+        let body = pass(&model, at as u64 + 1, loss, std::slice::from_ref(example));
         let failed = server.call("forward_backward", &body);
         let error = failed["error"]
             .as_str()
@@ -282,11 +320,105 @@ fn a_wrong_pass_is_a_failed_result() {
         assert!(error.contains(words), "{error:?} {words:?}");
         assert_eq!(failed["category"], "user");
     }
+    let seq = 1 + cases.len() as u64;
     let found = server.call(
         "forward_backward",
-        &pass(&model, 7, "cross_entropy", &[good]),
+        &pass(&model, seq, "cross_entropy", &[good]),
     );
     assert!(found["metrics"]["loss:sum"].as_f64().unwrap() > 0.);
+}
+
+/// Loaded weights have the rank that the server reports for the model.
+#[test]
+fn weights_with_other_adapters_are_not_loaded_into_a_model() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&texts()[0])];
+    let forward = |seq: u64| server.call("forward", &pass(&model, seq, "cross_entropy", &data));
+    let create = json!({
+        "session_id": session, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 2},
+    });
+    let small = server.call("create_model", &create)["model_id"].clone();
+    let save = |model: &Value| {
+        let save = json!({"model_id": model, "path": "a", "seq_id": 1});
+        server.call("save_weights", &save)["path"].clone()
+    };
+    let (path, own) = (save(&small), save(&json!(model)));
+    let load = |seq: u64, path: &Value| {
+        let load = json!({"model_id": model, "path": path, "seq_id": seq, "optimizer": true});
+        server.call("load_weights", &load)
+    };
+    let failed = load(2, &path);
+    let words = format!(
+        "path: {}, must have the adapters of the model (rank 4)",
+        path.as_str().unwrap()
+    );
+    assert_eq!(failed["error"], words, "{failed}");
+    let start = forward(3);
+    server.post("forward_backward", &pass(&model, 4, "cross_entropy", &data));
+    server.call("optim_step", &step(&model, 5));
+    assert_ne!(forward(6), start);
+    assert_eq!(load(7, &own)["path"], own);
+    assert_eq!(forward(8), start);
+}
+
+#[test]
+fn a_repeated_model_has_the_same_options() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let mut body = json!({
+        "session_id": server.session(), "model_seq_id": 0, "base_model": MODEL,
+        "lora_config": {"rank": 4},
+    });
+    let created = server.post("create_model", &body);
+    assert_eq!(server.post("create_model", &body), created);
+    body["lora_config"]["rank"] = json!(2);
+    let refused = server.try_post("create_model", &body);
+    let words =
+        "model_seq_id: 0, must be the number of one model: another one of this session has it";
+    assert_eq!((refused.status, refused.detail().as_str()), (400, words));
+}
+
+#[test]
+fn saved_weights_are_replaced_only_if_asked() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let mut save = json!({"model_id": model, "path": "a", "seq_id": 1});
+    let saved = server.call("save_weights", &save);
+    save["seq_id"] = json!(2);
+    let failed = server.call("save_weights", &save);
+    let words = "path: \"a\", must be a new name, or overwrite must be true";
+    assert_eq!(failed["error"], words);
+    save["seq_id"] = json!(3);
+    save["overwrite"] = json!(true);
+    assert_eq!(server.call("save_weights", &save), saved);
+}
+
+#[test]
+fn a_model_keeps_its_last_unnamed_weights() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    for number in 0..18 {
+        let save = json!({
+            "model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number,
+        });
+        let saved = server.call("save_weights_for_sampler", &save);
+        assert_eq!(saved["path"], Value::Null);
+    }
+    let saved = models(&folder, &session).join("0/sampler_weights");
+    let names = std::fs::read_dir(saved).unwrap();
+    let mut names: Vec<String> = names
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let mut expected: Vec<String> = (2..18).map(|number| format!("unnamed-{number}")).collect();
+    expected.sort();
+    assert_eq!(names, expected);
 }
 
 #[test]
@@ -302,12 +434,16 @@ fn a_step_without_gradients_is_a_failed_result() {
 #[test]
 fn a_server_with_a_key_refuses_requests_without_it() {
     let folder = tempdir().unwrap();
-    // Set by nobody: the name is an error before the server starts.
+    // Set by nobody.
     let config = TinkerConfig {
         api_key_env: Some("CANDLE_GRPO_NO_SUCH_KEY".to_owned()),
         ..TinkerConfig::new(folder.path(), MODEL)
     };
-    assert!(config.validate().is_ok());
+    let error = TinkerServer::start(config.clone(), pretrained()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "api_key_env: CANDLE_GRPO_NO_SUCH_KEY, must be the name of an environment variable with visible ASCII characters"
+    );
     let open = TinkerConfig {
         listen: ([0, 0, 0, 0], 0).into(),
         ..TinkerConfig::new(folder.path(), MODEL)
@@ -317,10 +453,10 @@ fn a_server_with_a_key_refuses_requests_without_it() {
         error.starts_with("api_key_env: absent, must name a variable"),
         "{error}"
     );
-    // PATH is a variable with visible characters.
-    let key = std::env::var("PATH").unwrap();
+    // Cargo sets this variable for tests.
+    let key = std::env::var("CARGO_PKG_VERSION").unwrap();
     let server = Running::with(TinkerConfig {
-        api_key_env: Some("PATH".to_owned()),
+        api_key_env: Some("CARGO_PKG_VERSION".to_owned()),
         ..config
     });
     let body = br#"{"sdk_version": "0"}"#;

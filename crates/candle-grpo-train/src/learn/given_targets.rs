@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_core::validate::at_least_one;
 use candle_grpo_loss::{Aggregation, OldPolicy, PolicyBatch, PolicyLoss, StepTotals};
-use candle_grpo_nn::{DecoderConfig, LanguageModel};
+use candle_grpo_nn::LanguageModel;
 use serde::{Deserialize, Serialize};
 
 use super::actor::Output;
@@ -25,52 +25,45 @@ pub struct TargetRow {
     pub targets: Vec<u32>,
     /// Advantages `[T]`; for a likelihood, the weights.
     pub advantages: Vec<f32>,
-    /// Log-probs `[T]` of the sampler; absent for a loss without a ratio.
+    /// Log-probs `[T]` of the sampler; absent, in all rows, for a loss without a ratio.
     pub rollout_log_probs: Option<Vec<f32>>,
 }
 
 impl TargetRow {
-    /// Checks the row for a model.
-    ///
-    /// # Errors
-    ///
-    /// Names the first field that does not fit.
-    pub fn validate(&self, model: &DecoderConfig) -> Result<()> {
+    /// Checks the row `at` for a model with `vocab_size` tokens.
+    fn ensure(&self, at: usize, vocab_size: usize) -> Result<()> {
         let length = self.tokens.len();
-        ensure!(length > 0, "tokens: none, must be at least one");
-        let positions = model.max_position_embeddings;
         ensure!(
-            length <= positions,
-            "tokens: {length}, must be at most {positions}, the positions of the model"
+            length > 0,
+            "rows[{at}].tokens: none, must be at least one token"
         );
         let log_probs = self.rollout_log_probs.as_deref();
         let lengths = [
-            ("target_tokens", self.targets.len()),
+            ("targets", self.targets.len()),
             ("advantages", self.advantages.len()),
-            ("logprobs", log_probs.map_or(length, <[f32]>::len)),
+            ("rollout_log_probs", log_probs.map_or(length, <[f32]>::len)),
         ];
         for (name, found) in lengths {
             ensure!(
                 found == length,
-                "{name}: {found} values, must be {length}, one for each token"
+                "rows[{at}].{name}: {found} values, must be {length}, one for each token"
             );
         }
-        for (name, ids) in [("tokens", &self.tokens), ("target_tokens", &self.targets)] {
-            if let Some(at) = ids.iter().position(|&id| id as usize >= model.vocab_size) {
-                anyhow::bail!(
-                    "{name}[{at}]: {}, must be below the vocabulary size {}",
-                    ids[at],
-                    model.vocab_size
+        for (name, ids) in [("tokens", &self.tokens), ("targets", &self.targets)] {
+            if let Some(place) = ids.iter().position(|&id| id as usize >= vocab_size) {
+                bail!(
+                    "rows[{at}].{name}[{place}]: {}, must be below the vocabulary size {vocab_size}",
+                    ids[place]
                 );
             }
         }
         for (name, values) in [
-            ("advantages", Some(self.advantages.as_slice())),
-            ("logprobs", log_probs),
+            ("advantages", self.advantages.as_slice()),
+            ("rollout_log_probs", log_probs.unwrap_or_default()),
         ] {
-            let values = values.unwrap_or_default();
-            if let Some(at) = values.iter().position(|value| !value.is_finite()) {
-                anyhow::bail!("{name}[{at}]: {}, must be finite", values[at]);
+            if let Some(place) = values.iter().position(|value| !value.is_finite()) {
+                let value = values[place];
+                bail!("rows[{at}].{name}[{place}]: {value}, must be finite");
             }
         }
         Ok(())
@@ -196,8 +189,8 @@ impl<M: LanguageModel> Actor<M> {
     ///
     /// # Errors
     ///
-    /// Fails if there are no rows, if the loss needs other inputs or another aggregation, and with
-    /// [`NotFinite`] if it is not finite.
+    /// Fails if there are no rows or a wrong one, if the loss needs other inputs or another
+    /// aggregation, and with [`NotFinite`] if it is not finite.
     pub fn forward_targets(
         &self,
         rows: &[TargetRow],
@@ -207,7 +200,7 @@ impl<M: LanguageModel> Actor<M> {
         ensure_sum(policy_loss)?;
         let weight = self.policy().output_weight().detach();
         let mut output = TargetOutput::default();
-        for part in parts(rows, micro_batch_tokens)? {
+        for part in parts(rows, weight.dim(0)?, micro_batch_tokens)? {
             let part = Part::new(part, weight.device())?;
             let states = part.packed.states(self.policy())?;
             let responses = (&part.targets, None);
@@ -246,8 +239,9 @@ impl<M: LanguageModel> Actor<M> {
     ) -> Result<TargetOutput> {
         let mut output = TargetOutput::default();
         let device = self.trained().device().clone();
+        let vocab_size = self.policy().output_weight().dim(0)?;
         let read: usize = rows.iter().map(|row| row.tokens.len()).sum();
-        for part in parts(rows, micro_batch_tokens)? {
+        for part in parts(rows, vocab_size, micro_batch_tokens)? {
             let part = Part::new(part, &device)?;
             let pass = |layer: Output<'_, M>| {
                 layer.policy_loss(policy_loss, &part.targets, &part.batch, &part.totals)
@@ -260,9 +254,86 @@ impl<M: LanguageModel> Actor<M> {
 }
 
 /// Divides rows into the micro-batches of a pass.
-fn parts(rows: &[TargetRow], tokens: usize) -> Result<impl Iterator<Item = &[TargetRow]>> {
+fn parts(
+    rows: &[TargetRow],
+    vocab_size: usize,
+    tokens: usize,
+) -> Result<impl Iterator<Item = &[TargetRow]>> {
     at_least_one("micro_batch_tokens", tokens)?;
-    ensure!(!rows.is_empty(), "rows: none, must be at least one");
+    let Some(first) = rows.first() else {
+        bail!("rows: none, must be at least one");
+    };
+    for (at, row) in rows.iter().enumerate() {
+        row.ensure(at, vocab_size)?;
+        ensure!(
+            row.rollout_log_probs.is_some() == first.rollout_log_probs.is_some(),
+            "rows[{at}].rollout_log_probs: {}, must be given in all rows or in none",
+            row.rollout_log_probs.as_ref().map_or("absent", |_| "given")
+        );
+    }
     let parts = Part::bounds(rows, tokens);
     Ok(parts.into_iter().map(|part| &rows[part]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row() -> TargetRow {
+        TargetRow {
+            tokens: vec![1, 2],
+            targets: vec![2, 0],
+            advantages: vec![1., -1.],
+            rollout_log_probs: Some(vec![-1., -2.]),
+        }
+    }
+
+    /// A change that makes a row invalid, and the error.
+    type Case = (fn(&mut TargetRow), &'static str);
+
+    #[test]
+    fn wrong_rows_are_errors_that_name_the_field() {
+        let cases: [Case; 8] = [
+            (
+                |row| *row = TargetRow::default(),
+                "rows[1].tokens: none, must be at least one token",
+            ),
+            (
+                |row| row.targets.push(1),
+                "rows[1].targets: 3 values, must be 2, one for each token",
+            ),
+            (
+                |row| row.advantages.truncate(1),
+                "rows[1].advantages: 1 values, must be 2, one for each token",
+            ),
+            (
+                |row| row.rollout_log_probs = Some(vec![0.]),
+                "rows[1].rollout_log_probs: 1 values, must be 2, one for each token",
+            ),
+            (
+                |row| row.targets[1] = 3,
+                "rows[1].targets[1]: 3, must be below the vocabulary size 3",
+            ),
+            (
+                |row| row.advantages[0] = f32::NAN,
+                "rows[1].advantages[0]: NaN, must be finite",
+            ),
+            (
+                |row| row.rollout_log_probs = Some(vec![0., f32::INFINITY]),
+                "rows[1].rollout_log_probs[1]: inf, must be finite",
+            ),
+            (
+                |row| row.rollout_log_probs = None,
+                "rows[1].rollout_log_probs: absent, must be given in all rows or in none",
+            ),
+        ];
+        for (change, words) in cases {
+            let mut rows = [row(), row()];
+            change(&mut rows[1]);
+            let error = parts(&rows, 3, 4).err().map(|error| error.to_string());
+            assert_eq!(error.as_deref(), Some(words));
+        }
+        assert_eq!(parts(&[row(), row()], 3, 3).unwrap().count(), 2);
+        assert_eq!(parts(&[row(), row()], 3, 4).unwrap().count(), 1);
+    }
 }

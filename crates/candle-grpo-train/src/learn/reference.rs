@@ -98,15 +98,11 @@ impl<M: LanguageModel> Reference<M> {
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (model, _) = model_in(model, parameters, None, dtype)?;
-        Ok(Self {
-            model,
-            parameters: None,
-            copies: None,
-        })
+        Self::with_adapters(model, parameters, None, dtype)
     }
 
-    /// Creates a reference that reads `parameters` with `adapters`, which must not change.
+    /// Creates a reference that reads `parameters`, with `adapters` if there are any. Neither must
+    /// change.
     ///
     /// # Errors
     ///
@@ -114,10 +110,10 @@ impl<M: LanguageModel> Reference<M> {
     pub fn with_adapters<C: ModelConfig<Model = M>>(
         model: &C,
         parameters: &Parameters,
-        adapters: &Lora,
+        adapters: Option<&Lora>,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (model, _) = model_in(model, parameters, Some(adapters), dtype)?;
+        let (model, _) = model_in(model, parameters, adapters, dtype)?;
         Ok(Self {
             model,
             parameters: None,

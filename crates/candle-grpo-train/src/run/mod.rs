@@ -9,6 +9,7 @@ mod tensorboard;
 mod tracker;
 pub(crate) mod trainer_state;
 
+pub use crate::folder_lock::FolderLock;
 pub use crate::learn::{
     BranchPlace, RolloutBranch, RolloutLogConfig, RolloutRecord, RolloutTurn, TrainerState,
     TurnRole,

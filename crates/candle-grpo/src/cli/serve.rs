@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use candle_grpo::config::ModelConfig;
-use candle_grpo::tinker::{TinkerConfig, TinkerServer};
+use candle_grpo::tinker::{TinkerConfig, TinkerListener};
 use candle_grpo::train::ComputeDType;
 
 use super::console::Console;
@@ -37,23 +37,28 @@ pub(super) struct ServeArguments {
     #[arg(long)]
     bf16: bool,
     /// The maximum number of tokens in a training pass, unless a single example has more.
-    #[arg(long, default_value_t = 4096, value_name = "N")]
+    #[arg(long, default_value_t = defaults().micro_batch_tokens, value_name = "N")]
     micro_batch_tokens: usize,
     /// The maximum number of samples drawn at the same time.
-    #[arg(long, default_value_t = 64, value_name = "N")]
+    #[arg(long, default_value_t = defaults().max_batch_size, value_name = "N")]
     max_batch_size: usize,
     /// The maximum size of a request in bytes.
-    #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
+    #[arg(long, default_value_t = defaults().max_request_bytes, value_name = "BYTES")]
     max_request_bytes: usize,
     /// The maximum number of waiting requests of a model or a sampling session.
-    #[arg(long, default_value_t = 1024, value_name = "N")]
+    #[arg(long, default_value_t = defaults().max_waiting, value_name = "N")]
     max_waiting: usize,
     /// The number of models that stay in memory. Others are loaded again when their turn comes.
-    #[arg(long, default_value_t = 8, value_name = "N")]
+    #[arg(long, default_value_t = defaults().max_loaded_models, value_name = "N")]
     max_loaded_models: usize,
     /// Only log warnings.
     #[arg(short, long)]
     quiet: bool,
+}
+
+/// The defaults of options.
+fn defaults() -> TinkerConfig {
+    TinkerConfig::new("", "")
 }
 
 /// Serves a model until it is asked to stop.
@@ -76,14 +81,15 @@ pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
         max_loaded_models: arguments.max_loaded_models,
     };
     // Wrong options are errors before the model is loaded.
-    let config_error = |error: anyhow::Error| Exit::Config(format!("{error:#}"));
-    config.validate().map_err(config_error)?;
+    let listener = TinkerListener::bind(config);
+    let listener = listener.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let console = Console::new(arguments.quiet);
     let pretrained = load::model(&ModelConfig {
         path: load::model_file(&arguments.tinker, &console)?,
         ..ModelConfig::default()
     })?;
-    let server = TinkerServer::start(config, pretrained).map_err(config_error)?;
+    let server = listener.serve(pretrained);
+    let server = server.map_err(|error| Exit::Run(format!("{error:#}")))?;
     console.stop_when_asked();
     console.print(&format!("http://{}", server.address()))?;
     console.wait_for_stop();

@@ -1,9 +1,11 @@
 //! `grpo serve`.
 
+use std::net::TcpListener;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use candle_grpo::tinker::{TinkerConfig, TinkerListener};
 use candle_grpo_test_support::cases;
 use serde_json::{Value, json};
 
@@ -160,14 +162,32 @@ fn ctrl_c_ends_the_server() {
 #[test]
 fn wrong_options_are_errors_before_the_model_is_loaded() {
     let folder = tempfile::tempdir().unwrap();
+    let locked = TinkerConfig::new(folder.path().join("locked"), "model");
+    let _locked = TinkerListener::bind(locked).unwrap();
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = busy.local_addr().unwrap();
+    let port = address.port().to_string();
+    let busy = format!("listen: {address}, must be a free address");
     for (arguments, words) in [
         (
             ["--host", "0.0.0.0"],
             "api_key_env: absent, must name a variable",
         ),
         (["--max-waiting", "0"], "max_waiting: 0, must be at least 1"),
+        (
+            ["--api-key-env", "CANDLE_GRPO_NO_SUCH_KEY"],
+            "api_key_env: CANDLE_GRPO_NO_SUCH_KEY, must be the name",
+        ),
+        (
+            ["--folder", "locked"],
+            "folder: locked, must be one that no other server has open",
+        ),
+        (["--port", port.as_str()], busy.as_str()),
     ] {
-        let output = grpo(folder.path(), &[&SERVE[..], &arguments].concat());
+        let output = grpo(
+            folder.path(),
+            &[&["serve", "--tinker", "model"], &arguments[..]].concat(),
+        );
         assert_eq!(output.status.code(), Some(3));
         assert!(said(&output).contains(words), "{}", said(&output));
     }
