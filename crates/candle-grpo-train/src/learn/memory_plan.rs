@@ -7,7 +7,7 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{BUCKET_BYTES, MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -634,9 +634,11 @@ impl Learner<'_> {
         let activations = output.max(most.unwrap_or(0));
         let training = if self.division.is_resident() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
-            // two blocks above are summed over the ranks and freed.
+            // two blocks above are summed over the ranks and freed. Small blocks are summed
+            // together.
             let of_blocks = self.gradients - self.output - self.embedding;
-            let whole = 3 * of_blocks / blocks.max(1) + self.output.max(self.embedding);
+            let bucket = (of_blocks / blocks.max(1)).max(BUCKET_BYTES);
+            let whole = 3 * bucket + self.output.max(self.embedding);
             self.division.resident(self.gradients) + whole.min(self.gradients) + activations
         } else if pass.follows {
             self.gradients + activations
