@@ -12,6 +12,7 @@ use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
 
+use super::actor::divides_weights;
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
 use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
@@ -509,9 +510,14 @@ impl Learning<'_> {
         let count: usize = shapes.iter().map(Shape::elem_count).sum();
         let compute = DType::from(self.compute_dtype);
         let copies = count * copy_bytes(self.compute_dtype);
-        let is_master_divided = copies > 0 && self.adapters.is_none();
+        let divides_weights = divides_weights(
+            self.optimizer,
+            self.compute_dtype,
+            self.adapters.is_some(),
+            self.division.sharding,
+        );
         let weights = match self.optimizer.master_weights {
-            MasterWeights::F32 if is_master_divided => copies + self.division.resident(4 * count),
+            MasterWeights::F32 if divides_weights => copies + self.division.resident(4 * count),
             MasterWeights::F32 => copies + 4 * count,
             // The policy computes in them.
             MasterWeights::Bf16 => 2 * count,
@@ -540,9 +546,7 @@ impl Learning<'_> {
             division: self.division,
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
-        let divides_masters =
-            is_master_divided && self.optimizer.master_weights == MasterWeights::F32;
-        let loading = if divides_masters && self.division.is_resident() {
+        let loading = if divides_weights {
             // The first weight is divided while all are whole.
             4 * count + vocabulary
         } else {
