@@ -17,6 +17,7 @@ use super::actor::{divides_weights, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
+use crate::data::rows::number;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, CriticConfig, SamplingConfig};
 use candle_grpo_base::within;
@@ -311,13 +312,8 @@ impl TrainConfig {
         let Some(column) = &self.sample_weight_column else {
             return Ok(1.);
         };
-        let weight = match &columns[column] {
-            // Fields of separated values are text.
-            Value::String(text) => text.trim().parse().ok(),
-            value => value.as_f64(),
-        };
-        let weight = weight.filter(|weight: &f64| weight.is_finite() && *weight > 0.);
-        let found = columns.get(column).unwrap_or(&Value::Null);
+        let found = &columns[column];
+        let weight = number(found).filter(|weight| weight.is_finite() && *weight > 0.);
         weight.with_context(|| {
             format!("column {column:?}: {found}, must be a positive number (sample_weight_column)")
         })
