@@ -455,7 +455,7 @@ impl AdamW {
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
-                    rounding: moments.rounding(name, false),
+                    rounding: moments.rounding(name, false, 0),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -493,23 +493,16 @@ impl AdamW {
                 square: shard.kept_parts(&moments.square, elements)?,
                 first: shard.ranges(elements).map(|range| range.start),
             };
-            let rounding = moments.rounding(name, part.master.is_some());
-            parts.push((part, self.weight_decay(name, parameter), rounding));
+            parts.push((name, moments, part, self.weight_decay(name, parameter)));
         }
         // A parameter's part and remainder share memory.
         for i in 0..2 {
             let tensors: Vec<_> = parts
                 .iter()
-                .map(|(part, weight_decay, rounding)| AdamWTensors {
+                .map(|(name, moments, part, weight_decay)| AdamWTensors {
                     parameter: &part.parameter[i],
                     master: part.master.as_ref().map(|master| &master[i]),
-                    rounding: match *rounding {
-                        Rounding::Stochastic { key, .. } => Rounding::Stochastic {
-                            key,
-                            first: part.first[i] as u64,
-                        },
-                        rounding => rounding,
-                    },
+                    rounding: moments.rounding(name, part.master.is_some(), part.first[i]),
                     average: &part.average[i],
                     square: &part.square[i],
                     gradient: &part.gradient[i],
@@ -850,12 +843,13 @@ struct Part {
 }
 
 impl Moments {
-    /// Returns the rounding of the parameter `name`, which may have an f32 master.
-    fn rounding(&self, name: &str, has_master: bool) -> Rounding {
+    /// Returns the rounding of the parameter `name`, which may have an f32 master, from the element
+    /// `first` on.
+    fn rounding(&self, name: &str, has_master: bool, first: usize) -> Rounding {
         match self.dtype {
             DType::BF16 if !has_master => Rounding::Stochastic {
                 key: key(name),
-                first: 0,
+                first: first as u64,
             },
             _ => Rounding::Nearest,
         }
