@@ -88,7 +88,7 @@ pub struct Actor<M = Decoder> {
     /// Low-precision copies of the parameters, unless the policy computes in f32.
     copies: ComputeCopies,
     config: ActorConfig,
-    descent: GradientDescent,
+    pub(super) descent: GradientDescent,
 }
 
 impl Actor {

@@ -75,7 +75,7 @@ pub struct Critic {
     /// The trained value head.
     training_head: ValueHead,
     config: CriticConfig,
-    descent: GradientDescent,
+    pub(super) descent: GradientDescent,
 }
 
 impl Critic {

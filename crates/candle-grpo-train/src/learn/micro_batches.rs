@@ -1,13 +1,11 @@
 //! The division of a batch into micro-batches, which the ranks share.
 
-use std::sync::Arc;
-
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_collective::Collective;
 use candle_grpo_nn::LanguageModel;
 use serde::{Deserialize, Serialize};
 
+use super::gradient_descent::GradientDescent;
 use super::models::ensure_not_canceled;
 use crate::ranks::Ranks;
 use crate::sequence::{Batch, Column, divide};
@@ -116,6 +114,8 @@ impl Divisible for Batch {
     fn part(&self, sequences: &[usize]) -> Result<Self> {
         self.select(sequences)
     }
+}
+
 /// The micro-batches of a batch.
 pub(crate) struct Divided<B> {
     /// The micro-batches of this rank.
@@ -126,35 +126,20 @@ pub(crate) struct Divided<B> {
     most_of_rank: usize,
 }
 
-}
-
 /// A model whose gradients accumulate over the passes of an update.
 pub(crate) trait Accumulates {
-    /// Sums the gradients over all ranks while the next pass runs, the last one of the update
-    /// unless [`Self::reduces_each_pass`].
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()>;
-
-    /// Returns whether every pass sums the gradients over all ranks.
-    fn reduces_each_pass(&self) -> bool;
+    fn descent(&mut self) -> &mut GradientDescent;
 }
 
 impl<M: LanguageModel> Accumulates for Actor<M> {
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        Self::begin_reduction(self, collective)
-    }
-
-    fn reduces_each_pass(&self) -> bool {
-        Self::reduces_each_pass(self)
+    fn descent(&mut self) -> &mut GradientDescent {
+        &mut self.descent
     }
 }
 
 impl Accumulates for Critic {
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        Self::begin_reduction(self, collective)
-    }
-
-    fn reduces_each_pass(&self) -> bool {
-        Self::reduces_each_pass(self)
+    fn descent(&mut self) -> &mut GradientDescent {
+        &mut self.descent
     }
 }
 
@@ -215,7 +200,7 @@ impl<'a> MicroBatches<'a> {
         reduces: bool,
         mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
     ) -> Result<Vec<T>> {
-        let reduces_each = learner.reduces_each_pass();
+        let reduces_each = learner.descent().reduces_each_pass();
         let passes = if reduces_each {
             divided.most_of_rank
         } else {
@@ -225,7 +210,8 @@ impl<'a> MicroBatches<'a> {
         for number in 0..passes {
             ensure_not_canceled(self.progress)?;
             if reduces_each || reduces && number + 1 == passes {
-                learner.begin_reduction(self.ranks.collective())?;
+                let collective = self.ranks.collective();
+                learner.descent().begin_reduction(collective)?;
             }
             let Some(part) = divided.own.get(number) else {
                 pass(learner, &batch.idle_part()?, true)?;
