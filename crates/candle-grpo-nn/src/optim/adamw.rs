@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
-use candle_grpo_collective::Collective;
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::{self, Name};
 use candle_grpo_kernels::{
     AdamWStep, AdamWTensors, NUMBERS_IN_BLOCK, Rounding, adamw, arithmetic_dtype, moment_blocks,
@@ -245,7 +245,8 @@ impl AdamW {
     /// If an option is invalid, or a parameter is neither f32 nor f64, nor bf16 with
     /// [`MasterWeights::Bf16`], or is f64 for a state in blocks.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
-        Self::with_shard(config, parameters, None, Sharding::None)
+        let alone: Arc<dyn Collective> = Arc::new(Alone);
+        Self::sharded(config, parameters, &alone, Sharding::None)
     }
 
     /// Creates an optimizer whose state the ranks in `collective` divide (ZeRO,
@@ -266,27 +267,17 @@ impl AdamW {
         collective: &Arc<dyn Collective>,
         sharding: Sharding,
     ) -> Result<Self> {
-        let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
-        let shard = (!is_alone).then(|| config.shard(collective));
-        Self::with_shard(config, parameters, shard, sharding)
-    }
-
-    fn with_shard(
-        config: AdamWConfig,
-        parameters: &Parameters,
-        shard: Option<Shard>,
-        sharding: Sharding,
-    ) -> Result<Self> {
         config.validate()?;
-        let (shard, sharding) = match (parameters.shard(), shard) {
-            (Some(shard), _) if !shard.unit().is_multiple_of(config.unit()) => bail!(
+        let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
+        let (shard, sharding) = match parameters.shard() {
+            Some(shard) if !shard.unit().is_multiple_of(config.unit()) => bail!(
                 "state: {} with master_weights {}, must be the options that the weights were divided with",
                 Name(&config.state),
                 Name(&config.master_weights)
             ),
-            (Some(shard), _) => (Some(shard.clone()), Sharding::Resident),
-            (None, Some(shard)) => (Some(shard), sharding),
-            (None, None) => (None, Sharding::None),
+            Some(shard) => (Some(shard.clone()), Sharding::Resident),
+            None if is_alone => (None, Sharding::None),
+            None => (Some(config.shard(collective)), sharding),
         };
         let moments = parameters
             .iter()
