@@ -723,7 +723,7 @@ impl AdamW {
             }
         }
         let steps = state[STEP]
-            .read(0..1)?
+            .read_elements(0..1)?
             .to_dtype(DType::F64)?
             .squeeze(0)?
             .to_scalar::<f64>()?;
@@ -737,9 +737,9 @@ impl AdamW {
                 let read = |range: Range<usize>| match moment.dtype() {
                     DType::U8 => {
                         let [first, last] = [range.start, range.end].map(bytes_before);
-                        state.read(first..last)
+                        state.read_elements(first..last)
                     }
-                    _ => state.read(range),
+                    _ => state.read_elements(range),
                 };
                 let own = match &self.shard {
                     None => read(0..elements)?,

@@ -619,7 +619,7 @@ impl Parameters {
             }
         }
         for (name, variable) in &self.variables {
-            let value = values[name].read(0..variable.elem_count())?;
+            let value = values[name].read_elements(0..variable.elem_count())?;
             copy_into(variable, &value.reshape(variable.shape())?)?;
             if let Some(Masters { shard, kept }) = &self.masters
                 && let Some(kept) = kept.get(name)
