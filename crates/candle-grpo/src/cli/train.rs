@@ -196,7 +196,8 @@ fn micro_batch_tokens(
     if let Some(tokens) = ranks.from_first(recorded).map_err(failed)? {
         return Ok(tokens);
     }
-    let own = RunMemory::new(config, model, prompts).and_then(|memory| memory.fitted_tokens());
+    let memory = RunMemory::new(config, model, prompts, None);
+    let own = memory.and_then(|memory| memory.fitted_tokens());
     let own = own.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let all = ranks.gather(own).map_err(failed)?;
     Ok(all.into_iter().min().unwrap_or(own))
