@@ -227,7 +227,8 @@ impl SftTrainer {
     }
 
     /// Returns the current policy parameters, with any adapters merged. Without adapters they are
-    /// shared with the policy.
+    /// shared with the policy. If ranks [divide](candle_grpo_nn::AdamWConfig::divide) the f32
+    /// weights, these are rounded; a checkpoint has the f32 weights.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.models.weights(0).merged()
     }
