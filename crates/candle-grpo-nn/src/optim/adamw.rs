@@ -20,7 +20,7 @@ use crate::weights::parameters::copy_into;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::shard::Shard;
 use crate::weights::stored_tensor::{StoredTensor, Values};
-use crate::{ComputeCopies, Gradients, Parameters};
+use crate::{ComputeCopies, Gradients, Parameters, WeightDivision};
 
 /// Options for [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -91,21 +91,40 @@ impl AdamWConfig {
     /// each rank keeps its part of the f32 weights, which [`AdamW`] updates. Each weight is freed
     /// once it is divided, unless a clone shares it.
     ///
-    /// With one rank, or for an f32 `dtype`, the weights stay as they are.
+    /// With one rank, for an f32 `dtype`, or if they are divided already, the weights stay as they
+    /// are.
     ///
     /// # Errors
     ///
-    /// If a weight is not f32.
+    /// If a weight is not f32, or if the weights are divided in another dtype.
     pub fn divide(
         &self,
         parameters: Parameters,
         dtype: DType,
         collective: &Arc<dyn Collective>,
     ) -> Result<Parameters> {
-        if collective.world_size() == 1 || dtype == DType::F32 {
-            return Ok(parameters);
+        if parameters.is_divided() && parameters.dtype() != dtype {
+            bail!(
+                "weights: divided in {:?}, must be in {dtype:?}",
+                parameters.dtype()
+            );
         }
-        parameters.divided(dtype, self.shard(collective))
+        match self.division(dtype, collective) {
+            Some(division) if !parameters.is_divided() => parameters.divided(&division),
+            _ => Ok(parameters),
+        }
+    }
+
+    /// Returns the division of f32 weights that train with these options between the ranks in
+    /// `collective`, as in [`Self::divide`], for weights that are divided while they are
+    /// [read](Parameters::load_folder_divided). `None` with one rank, or for an f32 `dtype`.
+    pub fn division(
+        &self,
+        dtype: DType,
+        collective: &Arc<dyn Collective>,
+    ) -> Option<WeightDivision> {
+        let divides = collective.world_size() > 1 && dtype != DType::F32;
+        divides.then(|| WeightDivision::new(dtype, self.shard(collective)))
     }
 
     /// The division of tensors between the ranks in `collective`, for an optimizer with these
