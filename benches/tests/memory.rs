@@ -3,6 +3,7 @@
 use std::alloc::System;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anyhow::Context;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_bench::{Counting, peak, peak_bytes, restart_peak};
 use candle_grpo_kernels::{
@@ -11,8 +12,8 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::{PolicyLoss, Recipe};
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
-    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
-    ModelType, PagedCache, Parameters,
+    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Export, Lora,
+    LoraConfig, ModelType, PagedCache, Parameters,
 };
 use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
@@ -794,6 +795,45 @@ fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result
     let ratio = shares.ratio(shares.peak);
     assert!((1.0..1.1).contains(&ratio), "{ratio}");
     shares.assert_planned();
+    Ok(())
+}
+
+/// In place of the f32 weights, a rank that reads them has rounded ones and its part, and one
+/// whole weight at a time.
+#[rstest]
+fn a_rank_reads_its_share_of_f32_weights(
+    #[values(DType::F32, DType::BF16)] stored: DType,
+) -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = DecoderConfig {
+        vocab_size: 1024,
+        num_hidden_layers: 24,
+        ..dense()
+    };
+    let folder = tempfile::tempdir()?;
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let count = parameters.num_elements();
+    let file = folder.path().join("model.safetensors");
+    Export::new(&parameters).in_dtype(stored).save(&file)?;
+    drop(parameters);
+    let rank = LoneRank {
+        rank: 1,
+        world_size: Shares::RANKS,
+    };
+    let division = AdamWConfig::default().division(DType::BF16, &(Arc::new(rank) as _));
+    let division = division.context("several ranks")?;
+    let before = restart_peak();
+    let read = Parameters::load_folder_divided(&model, folder.path(), &division, &Device::Cpu)?;
+    let most = peak() - before;
+    let kept = restart_peak() - before;
+    drop(read);
+    let share = count * (2 + 4 / Shares::RANKS);
+    let shapes = model.parameter_shapes();
+    let largest = shapes.values().map(|shape| shape.elem_count()).max();
+    let bound = share + 8 * largest.unwrap_or(0);
+    println!("{kept} of {share}, at most {most} of {bound}");
+    assert!((1.0..1.01).contains(&(kept as f64 / share as f64)));
+    assert!(most <= bound + bound / 100);
     Ok(())
 }
 

@@ -19,7 +19,7 @@ use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
-    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
+    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters, WeightDivision,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -686,6 +686,19 @@ pub(super) fn divides_weights(
         && !has_adapters
         && compute_dtype != ComputeDType::F32
         && optimizer.master_weights == MasterWeights::F32
+}
+
+/// Returns the division of the f32 weights of a policy between the ranks, if they divide them.
+pub(crate) fn weight_division(
+    optimizer: &AdamWConfig,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+    (collective, sharding): (&Arc<dyn Collective>, Sharding),
+) -> Option<WeightDivision> {
+    if !divides_weights(optimizer, compute_dtype, has_adapters, sharding) {
+        return None;
+    }
+    optimizer.division(compute_dtype.into(), collective)
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

@@ -94,7 +94,8 @@ pub struct MemoryPlan {
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
-    /// Weights of the policy in f32 that ranks have not divided yet, before the run.
+    /// Weights of the policy while they are read, before the run, if ranks divide those in f32:
+    /// each weight before the next. 0 if they do not.
     pub loading: usize,
     /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
@@ -547,8 +548,9 @@ impl Learning<'_> {
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
         let loading = if divides_weights {
-            // The first weight is divided while all are whole.
-            4 * count + vocabulary
+            // The largest one as a tensor and as bytes of a file, both in f32.
+            let largest = shapes.iter().map(Shape::elem_count).max();
+            weights + 2 * 4 * largest.unwrap_or(0)
         } else {
             0
         };
@@ -847,11 +849,15 @@ mod tests {
         for (found, bytes) in parts(plan(8)?).into_iter().zip(of_eight) {
             assert!((found as f64 - bytes * all as f64).abs() <= 1., "{found}");
         }
-        // A rank that keeps less of them than it loads needs the memory to load all in f32.
-        let many = plan(1000)?;
-        let loads = sharding == Sharding::Resident;
-        assert_eq!(many.loading >= 4 * all, loads);
-        assert!(!loads || many.peak() >= 4 * all);
+        // A weight is whole in f32 while it is divided.
+        let largest = shapes.values().map(Shape::elem_count).max();
+        let eight = plan(8)?;
+        let loading = match sharding {
+            Sharding::Resident => eight.weights + 8 * largest.unwrap_or(0),
+            _ => 0,
+        };
+        assert_eq!(eight.loading, loading);
+        assert!(eight.peak() >= loading);
         assert_eq!(plan(1)?.loading, 0);
         let error = plan(0).unwrap_err().to_string();
         assert!(

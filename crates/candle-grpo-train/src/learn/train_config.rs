@@ -1,6 +1,9 @@
 //! The settings of a training run.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
+use candle_grpo_collective::Collective;
 use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
@@ -9,11 +12,13 @@ use candle_grpo_core::{Invalid, validate as check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
-use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{
+    ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig, WeightDivision,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{divides_weights, ensure_master_weights, stored_form};
+use super::actor::{divides_weights, ensure_master_weights, stored_form, weight_division};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -589,6 +594,18 @@ impl TrainConfig {
             self.compute_dtype,
             has_adapters,
             &self.optimizer,
+        )
+    }
+
+    /// Returns the division of the policy's f32 weights between the ranks in `collective`, for
+    /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
+    /// not divide them.
+    pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        weight_division(
+            &self.optimizer,
+            self.compute_dtype,
+            self.adapters.is_some(),
+            (collective, self.sharding),
         )
     }
 

@@ -74,7 +74,7 @@ fn run(
         config.train.micro_batch_tokens = Some(tokens.into());
         console.say(&format!("micro_batch_tokens: auto is {tokens}"));
     }
-    let pretrained = load::policy(&config)?;
+    let pretrained = load::policy(&config, ranks)?;
     let reward = load::rewards(&config)?;
     let progress = Arc::new(console.clone());
     let collective = Arc::clone(ranks.collective());
