@@ -3,6 +3,7 @@
 use std::alloc::System;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anyhow::Context;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_bench::{Counting, peak, peak_bytes, restart_peak};
 use candle_grpo_kernels::{
@@ -11,8 +12,8 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::{PolicyLoss, Recipe};
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
-    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig,
-    ModelType, PagedCache, Parameters,
+    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Export, Lora,
+    LoraConfig, ModelType, PagedCache, Parameters,
 };
 use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
@@ -695,13 +696,85 @@ fn one_rank_takes_as_much_memory_with_every_sharding() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A rank that divides everything keeps 2 + 16 / W bytes of each parameter in bf16, and the
-/// gradients of a few blocks.
+/// The bytes of one of four ranks that divide everything.
+struct Shares {
+    /// The peak in a step.
+    peak: usize,
+    /// The planned one.
+    plan: usize,
+    /// The peak while the trainer is created, beside the f32 weights.
+    created: usize,
+    /// The number of parameters.
+    count: usize,
+}
+
+impl Shares {
+    const RANKS: usize = 4;
+
+    /// Trains supervised in bf16.
+    fn new(model: DecoderConfig) -> anyhow::Result<Self> {
+        let config = SftConfig {
+            batch_size: 8,
+            micro_batch_tokens: 16,
+            max_steps: Some(2),
+            compute_dtype: ComputeDType::Bf16,
+            sharding: Sharding::Resident,
+            ..SftConfig::default()
+        };
+        on_two_threads(|| {
+            let plan = MemoryPlan::supervised(&model, &config, 16, Self::RANKS)?;
+            let rows = examples(16)?;
+            let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+            let count = parameters.num_elements();
+            let before = restart_peak();
+            let mut trainer = SftTrainer::new(SftParts {
+                collective: Arc::new(LoneRank {
+                    rank: 1,
+                    world_size: Self::RANKS,
+                }),
+                ..SftParts::new(model, parameters, rows, config)
+            })?;
+            let created = peak().saturating_sub(before);
+            trainer.step()?;
+            restart_peak();
+            trainer.step()?;
+            let most = peak();
+            drop(trainer);
+            Ok(Self {
+                peak: most - restart_peak(),
+                plan: plan.peak(),
+                created,
+                count,
+            })
+        })
+    }
+
+    /// The ratio of `bytes` to those of a rank's share: 2 + 16 / W for each parameter.
+    fn ratio(&self, bytes: usize) -> f64 {
+        bytes as f64 / (self.count * (2 + 16 / Self::RANKS)) as f64
+    }
+
+    fn assert_planned(&self) {
+        println!(
+            "{:.3}, planned {:.3}, of {} MiB",
+            self.ratio(self.peak),
+            self.ratio(self.plan),
+            self.count * (2 + 16 / Self::RANKS) / MIB
+        );
+        assert!(
+            (1.0..1.15).contains(&(self.plan as f64 / self.peak as f64)),
+            "{} and {}",
+            self.plan,
+            self.peak
+        );
+    }
+}
+
+/// Beside its share, a rank has the gradients of a few blocks.
 #[test]
 fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let world_size = 4;
-    let model = DecoderConfig {
+    let shares = Shares::new(DecoderConfig {
         vocab_size: 1024,
         hidden_size: 768,
         intermediate_size: 2304,
@@ -711,53 +784,68 @@ fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result
         max_position_embeddings: 64,
         tie_word_embeddings: true,
         ..DecoderConfig::default()
-    };
-    let config = SftConfig {
-        batch_size: 8,
-        micro_batch_tokens: 16,
-        max_steps: Some(2),
-        compute_dtype: ComputeDType::Bf16,
-        sharding: Sharding::Resident,
-        ..SftConfig::default()
-    };
-    let (peak, plan, created, count) = on_two_threads(|| {
-        let plan = MemoryPlan::supervised(&model, &config, 16, world_size)?;
-        let rows = examples(16)?;
-        let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
-        let count = parameters.num_elements();
-        let before = restart_peak();
-        let mut trainer = SftTrainer::new(SftParts {
-            collective: Arc::new(LoneRank {
-                rank: 1,
-                world_size,
-            }),
-            ..SftParts::new(model, parameters, rows, config)
-        })?;
-        let created = peak().saturating_sub(before);
-        trainer.step()?;
-        restart_peak();
-        trainer.step()?;
-        let most = peak();
-        drop(trainer);
-        Ok((most - restart_peak(), plan.peak(), created, count))
     })?;
     // In place of f32 weights, a rank has rounded ones, its part and divided moments.
-    let kept = count * (2 + 4 / world_size + 8 / world_size - 4);
+    let kept = shares.count * (2 + (4 + 8) / Shares::RANKS - 4);
     assert!(
-        (kept..kept * 3 / 2).contains(&created),
-        "{created} of {kept}"
+        (kept..kept * 3 / 2).contains(&shares.created),
+        "{} of {kept}",
+        shares.created
     );
-    let ratio = |bytes: usize| bytes as f64 / (count * (2 + 16 / world_size)) as f64;
-    println!(
-        "{:.3}, planned {:.3}, of {} MiB",
-        ratio(peak),
-        ratio(plan),
-        count * 6 / MIB
-    );
-    assert!((1.0..1.1).contains(&ratio(peak)), "{}", ratio(peak));
-    assert!(
-        (1.0..1.15).contains(&(plan as f64 / peak as f64)),
-        "{plan} and {peak}"
-    );
+    let ratio = shares.ratio(shares.peak);
+    assert!((1.0..1.1).contains(&ratio), "{ratio}");
+    shares.assert_planned();
+    Ok(())
+}
+
+/// In place of the f32 weights, a rank that reads them has rounded ones and its part, and one
+/// whole weight at a time.
+#[rstest]
+fn a_rank_reads_its_share_of_f32_weights(
+    #[values(DType::F32, DType::BF16)] stored: DType,
+) -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = DecoderConfig {
+        vocab_size: 1024,
+        num_hidden_layers: 24,
+        ..dense()
+    };
+    let folder = tempfile::tempdir()?;
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let count = parameters.num_elements();
+    let file = folder.path().join("model.safetensors");
+    Export::new(&parameters).in_dtype(stored).save(&file)?;
+    drop(parameters);
+    let rank = LoneRank {
+        rank: 1,
+        world_size: Shares::RANKS,
+    };
+    let division = AdamWConfig::default().division(DType::BF16, &(Arc::new(rank) as _));
+    let division = division.context("several ranks")?;
+    let before = restart_peak();
+    let read = Parameters::load_folder_divided(&model, folder.path(), &division, &Device::Cpu)?;
+    let most = peak() - before;
+    let kept = restart_peak() - before;
+    drop(read);
+    let share = count * (2 + 4 / Shares::RANKS);
+    let shapes = model.parameter_shapes();
+    let largest = shapes.values().map(|shape| shape.elem_count()).max();
+    let bound = share + 8 * largest.unwrap_or(0);
+    println!("{kept} of {share}, at most {most} of {bound}");
+    assert!((1.0..1.01).contains(&(kept as f64 / share as f64)));
+    assert!(most <= bound + bound / 100);
+    Ok(())
+}
+
+/// Blocks of 3 MiB, of which several are summed together.
+#[test]
+fn the_plan_of_a_rank_holds_for_small_blocks() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let shares = Shares::new(DecoderConfig {
+        vocab_size: 1024,
+        num_hidden_layers: 64,
+        ..dense()
+    })?;
+    shares.assert_planned();
     Ok(())
 }

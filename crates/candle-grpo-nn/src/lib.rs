@@ -81,7 +81,7 @@ pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{
     BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Parameters,
-    all_finite,
+    WeightDivision, all_finite,
 };
 
 // Compiles the README example.

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_grpo_base::checksum::hex;
 use candle_grpo_nn::{Parameters, atomic_file};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -89,11 +89,24 @@ pub(crate) fn sha256_of_file(path: &Path) -> Result<String> {
 
 /// A checksum over all parameters' names and values, in f32. They are converted piece by piece.
 pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
+    let values = parameters.iter();
+    sha256_of(values.map(|(name, variable)| Ok((name, variable.as_detached_tensor()))))
+}
+
+/// [`sha256_of_parameters`], with the f32 weights that ranks divide in place of the rounded ones.
+/// All ranks must call it together.
+pub(crate) fn sha256_of_whole_parameters(parameters: &Parameters) -> Result<String> {
+    let names = parameters.iter().map(|(name, _)| name);
+    sha256_of(names.map(|name| Ok((name, parameters.whole(name)?))))
+}
+
+fn sha256_of<'a>(values: impl Iterator<Item = Result<(&'a str, Tensor)>>) -> Result<String> {
     let mut hash = Sha256::new();
     let mut bytes = Vec::new();
-    for (name, variable) in parameters.iter() {
+    for value in values {
+        let (name, value) = value?;
         hash.update(name);
-        let values = variable.flatten_all()?;
+        let values = value.flatten_all()?;
         let count = values.elem_count();
         for start in (0..count).step_by(PART) {
             let part = values.narrow(0, start, PART.min(count - start))?;

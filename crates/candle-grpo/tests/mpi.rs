@@ -18,6 +18,7 @@ use candle_grpo::train::RunDir;
 use candle_grpo_test_support::{FakeHub, HubRepository, Lines, cases};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rstest::rstest;
 
 use close::assert_close_runs;
 use running::Running;
@@ -157,11 +158,13 @@ fn two_and_four_ranks_train_as_one_process() {
     }
 }
 
-#[test]
-fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical() {
+#[rstest]
+#[case::a_divided_optimizer("sharding: optimizer")]
+#[case::divided_weights("sharding: resident, compute_dtype: bf16")]
+fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] training: &str) {
     let _turn = turn();
     let set_steps = |folder: &Path, steps: usize| {
-        let config = config(steps) + "training: {sharding: optimizer}\n";
+        let config = config(steps) + &format!("training: {{{training}}}\n");
         fs::write(folder.join("run.yaml"), config).unwrap();
     };
     let (killed, whole) = (folder(""), folder(""));

@@ -3,7 +3,8 @@
 pub(crate) mod cases;
 mod job;
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, ExitStatus};
+use std::thread;
 
 pub(crate) use job::{Process, check, run};
 
@@ -32,6 +33,10 @@ pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) 
     [
         ("a_rank_that_aborts_ends_the_others", "abort"),
         ("a_killed_rank_ends_the_others", "kill"),
+        (
+            "a_rank_that_is_killed_in_a_gather_ends_the_others",
+            "kill_in_gather",
+        ),
         ("a_rank_that_panics_ends_the_others", "panic"),
         ("a_rank_that_exits_early_ends_the_others", "exit"),
     ]
@@ -47,15 +52,18 @@ pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) 
 /// Fails if an operation does.
 pub(crate) fn end_early(part: &str, ranks: &dyn Collective, device: &Device) -> Result<()> {
     one(ranks, device)?;
+    if part == "kill_in_gather" {
+        let killed = (ranks.rank() == 1).then(|| thread::spawn(kill_this_process));
+        // 32 MiB for each rank.
+        let tensor = Tensor::zeros(ranks.world_size() << 23, DType::F32, device)?;
+        while killed.as_ref().is_none_or(|killed| !killed.is_finished()) {
+            ranks.all_gather(&[&tensor])?;
+        }
+    }
     if ranks.rank() == 1 {
         match part {
             "abort" => ranks.abort(1),
-            "kill" => {
-                let own = std::process::id().to_string();
-                std::process::Command::new("kill")
-                    .args(["-9", &own])
-                    .status()?;
-            }
+            "kill" => drop(kill_this_process()?),
             "panic" => panic!("a rank panics"),
             _ => std::process::exit(0),
         }
@@ -63,6 +71,11 @@ pub(crate) fn end_early(part: &str, ranks: &dyn Collective, device: &Device) -> 
     one(ranks, device)?;
     println!("survived");
     Ok(())
+}
+
+fn kill_this_process() -> std::io::Result<ExitStatus> {
+    let own = std::process::id().to_string();
+    Command::new("kill").args(["-9", &own]).status()
 }
 
 /// Sums a tensor over all ranks.

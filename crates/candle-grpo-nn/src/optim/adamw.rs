@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
-use candle_grpo_collective::Collective;
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::{self, Name};
 use candle_grpo_kernels::{
     AdamWStep, AdamWTensors, NUMBERS_IN_BLOCK, Rounding, adamw, arithmetic_dtype, moment_blocks,
@@ -20,7 +20,7 @@ use crate::weights::parameters::copy_into;
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::shard::Shard;
 use crate::weights::stored_tensor::{StoredTensor, Values};
-use crate::{ComputeCopies, Gradients, Parameters};
+use crate::{ComputeCopies, Gradients, Parameters, WeightDivision};
 
 /// Options for [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -91,21 +91,40 @@ impl AdamWConfig {
     /// each rank keeps its part of the f32 weights, which [`AdamW`] updates. Each weight is freed
     /// once it is divided, unless a clone shares it.
     ///
-    /// With one rank, or for an f32 `dtype`, the weights stay as they are.
+    /// With one rank, for an f32 `dtype`, or if they are divided already, the weights stay as they
+    /// are.
     ///
     /// # Errors
     ///
-    /// If a weight is not f32.
+    /// If a weight is not f32, or if the weights are divided in another dtype.
     pub fn divide(
         &self,
         parameters: Parameters,
         dtype: DType,
         collective: &Arc<dyn Collective>,
     ) -> Result<Parameters> {
-        if collective.world_size() == 1 || dtype == DType::F32 {
-            return Ok(parameters);
+        if parameters.is_divided() && parameters.dtype() != dtype {
+            bail!(
+                "weights: divided in {:?}, must be in {dtype:?}",
+                parameters.dtype()
+            );
         }
-        parameters.divided(dtype, self.shard(collective))
+        match self.division(dtype, collective) {
+            Some(division) if !parameters.is_divided() => parameters.divided(&division),
+            _ => Ok(parameters),
+        }
+    }
+
+    /// Returns the division of f32 weights that train with these options between the ranks in
+    /// `collective`, as in [`Self::divide`], for weights that are divided while they are
+    /// [read](Parameters::load_folder_divided). `None` with one rank, or for an f32 `dtype`.
+    pub fn division(
+        &self,
+        dtype: DType,
+        collective: &Arc<dyn Collective>,
+    ) -> Option<WeightDivision> {
+        let divides = collective.world_size() > 1 && dtype != DType::F32;
+        divides.then(|| WeightDivision::new(dtype, self.shard(collective)))
     }
 
     /// The division of tensors between the ranks in `collective`, for an optimizer with these
@@ -245,7 +264,8 @@ impl AdamW {
     /// If an option is invalid, or a parameter is neither f32 nor f64, nor bf16 with
     /// [`MasterWeights::Bf16`], or is f64 for a state in blocks.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
-        Self::with_shard(config, parameters, None, Sharding::None)
+        let alone: Arc<dyn Collective> = Arc::new(Alone);
+        Self::sharded(config, parameters, &alone, Sharding::None)
     }
 
     /// Creates an optimizer whose state the ranks in `collective` divide (ZeRO,
@@ -266,27 +286,17 @@ impl AdamW {
         collective: &Arc<dyn Collective>,
         sharding: Sharding,
     ) -> Result<Self> {
-        let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
-        let shard = (!is_alone).then(|| config.shard(collective));
-        Self::with_shard(config, parameters, shard, sharding)
-    }
-
-    fn with_shard(
-        config: AdamWConfig,
-        parameters: &Parameters,
-        shard: Option<Shard>,
-        sharding: Sharding,
-    ) -> Result<Self> {
         config.validate()?;
-        let (shard, sharding) = match (parameters.shard(), shard) {
-            (Some(shard), _) if !shard.unit().is_multiple_of(config.unit()) => bail!(
+        let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
+        let (shard, sharding) = match parameters.shard() {
+            Some(shard) if !shard.unit().is_multiple_of(config.unit()) => bail!(
                 "state: {} with master_weights {}, must be the options that the weights were divided with",
                 Name(&config.state),
                 Name(&config.master_weights)
             ),
-            (Some(shard), _) => (Some(shard.clone()), Sharding::Resident),
-            (None, Some(shard)) => (Some(shard), sharding),
-            (None, None) => (None, Sharding::None),
+            Some(shard) => (Some(shard.clone()), Sharding::Resident),
+            None if is_alone => (None, Sharding::None),
+            None => (Some(config.shard(collective)), sharding),
         };
         let moments = parameters
             .iter()
@@ -455,7 +465,7 @@ impl AdamW {
                 AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
                     master: copy.map(|_| parameter.as_tensor()),
-                    rounding: moments.rounding(name, false),
+                    rounding: moments.rounding(name, false, 0),
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
@@ -493,23 +503,16 @@ impl AdamW {
                 square: shard.kept_parts(&moments.square, elements)?,
                 first: shard.ranges(elements).map(|range| range.start),
             };
-            let rounding = moments.rounding(name, part.master.is_some());
-            parts.push((part, self.weight_decay(name, parameter), rounding));
+            parts.push((name, moments, part, self.weight_decay(name, parameter)));
         }
         // A parameter's part and remainder share memory.
         for i in 0..2 {
             let tensors: Vec<_> = parts
                 .iter()
-                .map(|(part, weight_decay, rounding)| AdamWTensors {
+                .map(|(name, moments, part, weight_decay)| AdamWTensors {
                     parameter: &part.parameter[i],
                     master: part.master.as_ref().map(|master| &master[i]),
-                    rounding: match *rounding {
-                        Rounding::Stochastic { key, .. } => Rounding::Stochastic {
-                            key,
-                            first: part.first[i] as u64,
-                        },
-                        rounding => rounding,
-                    },
+                    rounding: moments.rounding(name, part.master.is_some(), part.first[i]),
                     average: &part.average[i],
                     square: &part.square[i],
                     gradient: &part.gradient[i],
@@ -739,7 +742,7 @@ impl AdamW {
             }
         }
         let steps = state[STEP]
-            .read(0..1)?
+            .read_elements(0..1)?
             .to_dtype(DType::F64)?
             .squeeze(0)?
             .to_scalar::<f64>()?;
@@ -753,9 +756,9 @@ impl AdamW {
                 let read = |range: Range<usize>| match moment.dtype() {
                     DType::U8 => {
                         let [first, last] = [range.start, range.end].map(bytes_before);
-                        state.read(first..last)
+                        state.read_elements(first..last)
                     }
-                    _ => state.read(range),
+                    _ => state.read_elements(range),
                 };
                 let own = match &self.shard {
                     None => read(0..elements)?,
@@ -850,12 +853,13 @@ struct Part {
 }
 
 impl Moments {
-    /// Returns the rounding of the parameter `name`, which may have an f32 master.
-    fn rounding(&self, name: &str, has_master: bool) -> Rounding {
+    /// Returns the rounding of the parameter `name`, which may have an f32 master, from the element
+    /// `first` on.
+    fn rounding(&self, name: &str, has_master: bool, first: usize) -> Rounding {
         match self.dtype {
             DType::BF16 if !has_master => Rounding::Stochastic {
                 key: key(name),
-                first: 0,
+                first: first as u64,
             },
             _ => Rounding::Nearest,
         }

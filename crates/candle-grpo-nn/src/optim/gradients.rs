@@ -137,7 +137,7 @@ impl Gradients {
     }
 
     pub(super) fn begin(&mut self, sums: Sums) -> Result<()> {
-        // Sums that are apart have no unfinished ones of an earlier pass beside them.
+        // Finishes an earlier pass first: its kept sums are the start of this one.
         self.finish_reduction()?;
         self.shard = match &sums {
             Sums::Whole(_) => None,

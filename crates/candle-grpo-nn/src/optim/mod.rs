@@ -8,4 +8,5 @@ mod sharding;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule, MasterWeights, StateForm};
 pub use gradients::Gradients;
+pub use reduction::BUCKET_BYTES;
 pub use sharding::Sharding;

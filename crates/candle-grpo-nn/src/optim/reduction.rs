@@ -10,9 +10,13 @@ use candle_grpo_collective::Collective;
 
 use crate::weights::shard::Shard;
 
-/// Minimum bucket size in elements: 25 MiB in f32, as in PyTorch's `DistributedDataParallel`. Fewer
-/// calls spend less time on latency, while more calls overlap better with the backward pass.
-pub(super) const BUCKET: usize = 25 << 18;
+/// Minimum bytes of the f32 gradients that ranks sum together: 25 MiB, as in PyTorch's
+/// `DistributedDataParallel`. Fewer calls spend less time on latency, while more calls overlap
+/// better with the backward pass.
+pub const BUCKET_BYTES: usize = 25 << 20;
+
+/// [`BUCKET_BYTES`] in elements.
+pub(super) const BUCKET: usize = BUCKET_BYTES / size_of::<f32>();
 
 /// The sums that a rank receives.
 #[derive(Clone)]

@@ -21,7 +21,7 @@ pub enum Sharding {
     /// The state of the optimizer, the gradients, and in bf16 and f16 the f32 weights: each rank
     /// keeps all weights in the compute dtype alone. In bf16 a parameter takes 2 + 16 / W bytes,
     /// and 4 + 12 / W in f32. The gradients are summed over the ranks in each backward pass, block
-    /// by block, so that no rank ever has all of them. Buffers come on top: the whole gradients of
-    /// about three blocks and of one matrix of the vocabulary.
+    /// by block. Buffers come on top: the whole gradients of about three blocks, at least 25 MiB
+    /// each, and of one matrix of the vocabulary.
     Resident,
 }

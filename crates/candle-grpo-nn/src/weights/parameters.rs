@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_kernels::arithmetic_dtype;
 use candle_nn::VarBuilder;
 
@@ -11,6 +11,7 @@ use crate::config::architecture::{Initial, Parameter};
 use crate::weights::Export;
 use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
 use crate::weights::check::{check_headers, check_names, reduce_to_parameters, text_model};
+use crate::weights::masters::{END, Masters, WeightDivision};
 use crate::weights::safetensors;
 use crate::weights::shard::Shard;
 use crate::weights::standard_normal::StandardNormal;
@@ -34,45 +35,52 @@ pub struct Parameters {
     device: Device,
 }
 
-/// The f32 master weights of variables in another dtype, which ranks divide.
-#[derive(Debug, Clone)]
-struct Masters {
-    shard: Shard,
-    /// This rank's part of each, as [`Shard::keep`] lays it out.
-    kept: BTreeMap<String, Var>,
-}
-
-impl Masters {
-    /// Gathers the weight that `variable` is the rounded copy of.
-    fn gather(&self, name: &str, variable: &Var) -> Result<Tensor> {
-        let Some(kept) = self.kept.get(name) else {
-            bail!("{name}: no master weight, must have one");
-        };
-        let elements = variable.elem_count();
-        let whole = Tensor::zeros(elements, kept.dtype(), kept.device())?;
-        self.shard.gather(kept, &whole, elements)?;
-        whole.reshape(variable.shape())
-    }
-
-    /// Sends rank 0's `request` to all ranks: the index of a weight to gather, or [`END`].
-    fn request(&self, request: i64) -> Result<i64> {
-        let message = Tensor::new(&[request], &Device::Cpu)?;
-        self.shard.collective.broadcast(&[&message], 0)?;
-        Ok(message.to_vec1::<i64>()?[0])
-    }
-}
-
-/// The [request](Masters::request) after the last one.
-const END: i64 = -1;
-
 impl Parameters {
     /// Creates parameters without variables, for a model whose weights are not read.
     pub fn empty() -> Self {
+        Self::unchecked(BTreeMap::new(), &Device::Cpu)
+    }
+
+    /// Creates parameters without variables, for weights that are [inserted](Self::insert) one
+    /// after the other. Ranks divide them if a `division` is given.
+    pub(crate) fn to_fill(division: Option<&WeightDivision>, device: &Device) -> Self {
         Self {
-            variables: BTreeMap::new(),
-            masters: None,
-            device: Device::Cpu,
+            masters: division.map(Masters::new),
+            ..Self::unchecked(BTreeMap::new(), device)
         }
+    }
+
+    fn insert(&mut self, name: String, weight: &Tensor) -> Result<()> {
+        let variable = match &mut self.masters {
+            None => Var::from_tensor(weight)?,
+            Some(masters) => Var::from_tensor(&masters.divide(&name, weight)?)?,
+        };
+        self.variables.insert(name, variable);
+        Ok(())
+    }
+
+    /// Inserts a weight in `form`.
+    ///
+    /// # Errors
+    ///
+    /// If it has another shape, or is neither a floating-point tensor nor quantized.
+    pub(crate) fn insert_in(
+        &mut self,
+        form: &FrozenForm,
+        name: String,
+        tensor: &Tensor,
+        shape: &Shape,
+    ) -> Result<()> {
+        check_shape(&name, tensor, shape)?;
+        if !tensor.dtype().is_float() && tensor.dtype() != DType::U8 {
+            bail!(
+                "tensor {name}: dtype {:?}, must be a floating-point type",
+                tensor.dtype()
+            );
+        }
+        // Detached, so that a variable passed here is copied, not shared.
+        let tensor = form.of(&name, &tensor.detach().to_device(&self.device)?)?;
+        self.insert(name, &tensor)
     }
 
     /// Initializes new weights: normal with standard deviation 0.02, norm factors 1, and biases 0.
@@ -106,11 +114,7 @@ impl Parameters {
             };
             variables.insert(name, Var::from_vec(values, shape, device)?);
         }
-        Ok(Self {
-            variables,
-            masters: None,
-            device: device.clone(),
-        })
+        Ok(Self::unchecked(variables, device))
     }
 
     /// Copies tensors in any floating-point dtype to f32 variables on `device`.
@@ -126,52 +130,28 @@ impl Parameters {
         device: &Device,
     ) -> Result<Self> {
         let form = FrozenForm::new(config, BaseWeights::Dense, DType::F32)?;
-        Self::from_tensors_in(config, tensors, &form, device)
+        Self::to_fill(None, device).filled(config, tensors, Ok, &form)
     }
 
-    pub(crate) fn from_tensors_in(
-        config: &DecoderConfig,
-        tensors: HashMap<String, Tensor>,
-        form: &FrozenForm,
-        device: &Device,
-    ) -> Result<Self> {
-        Self::read_in(config, tensors, Ok, form, device)
-    }
-
-    /// Reads the weights in `form`. Each tensor is freed before the next is read, so a large model
-    /// is never held twice.
-    pub(crate) fn read_in<T>(
+    /// Inserts all weights of a model in `form`. Each tensor is freed before the next is read, so a
+    /// large model is never held twice.
+    fn filled<T>(
+        mut self,
         config: &DecoderConfig,
         mut tensors: HashMap<String, T>,
         read: impl Fn(T) -> Result<Tensor>,
         form: &FrozenForm,
-        device: &Device,
     ) -> Result<Self> {
         config.validate()?;
         let shapes = config.parameter_shapes();
         check_names("tensors", &shapes, &tensors)?;
-        let mut variables = BTreeMap::new();
         for (name, shape) in shapes {
             let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors: no {name}")
             };
-            let tensor = read(tensor)?;
-            check_shape(&name, &tensor, &shape)?;
-            if !tensor.dtype().is_float() && tensor.dtype() != DType::U8 {
-                bail!(
-                    "tensor {name}: dtype {:?}, must be a floating-point type",
-                    tensor.dtype()
-                );
-            }
-            // Detached, so that a variable passed here is copied, not shared.
-            let tensor = form.of(&name, &tensor.detach().to_device(device)?)?;
-            variables.insert(name, Var::from_tensor(&tensor)?);
+            self.insert_in(form, name, &read(tensor)?, &shape)?;
         }
-        Ok(Self {
-            variables,
-            masters: None,
-            device: device.clone(),
-        })
+        Ok(self)
     }
 
     /// Shares a custom model's variables, for example from Candle's `VarMap`.
@@ -261,7 +241,8 @@ impl Parameters {
         };
         let load = || {
             let form = FrozenForm::new(config, BaseWeights::Dense, DType::F32)?;
-            Self::from_stored(config, StoredTensor::read_file(path)?, &form, device)
+            let tensors = StoredTensor::read_file(path)?;
+            Self::to_fill(None, device).filled_from(config, tensors, &form)
         };
         load().map_err(context)
     }
@@ -288,29 +269,55 @@ impl Parameters {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let context = |error: Error| {
+        Self::to_fill(None, device).filled_from_folder(config, folder, (base, dtype))
+    }
+
+    /// Like [`Self::load_folder`], for weights that ranks divide: the variables are in the dtype of
+    /// the `division`, and each rank keeps its part of the f32 weights, as after
+    /// [`AdamWConfig::divide`](crate::AdamWConfig::divide). A weight is freed before the next one
+    /// is read, so a rank never has all of them in f32.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::load_folder`].
+    pub fn load_folder_divided(
+        config: &DecoderConfig,
+        folder: &Path,
+        division: &WeightDivision,
+        device: &Device,
+    ) -> Result<Self> {
+        let parameters = Self::to_fill(Some(division), device);
+        parameters.filled_from_folder(config, folder, (BaseWeights::Dense, DType::F32))
+    }
+
+    fn filled_from_folder(
+        self,
+        config: &DecoderConfig,
+        folder: &Path,
+        (base, dtype): (BaseWeights, DType),
+    ) -> Result<Self> {
+        let load = || {
+            let form = FrozenForm::new(config, base, dtype)?;
+            let tensors = safetensors::read_folder(folder, StoredTensor::read_file)?;
+            self.filled_from(config, tensors, &form)
+        };
+        load().map_err(|error| {
             Error::msg(format!(
                 "cannot load parameters from {}: {error}",
                 folder.display()
             ))
-        };
-        let load = || {
-            let form = FrozenForm::new(config, base, dtype)?;
-            let tensors = safetensors::read_folder(folder, StoredTensor::read_file)?;
-            Self::from_stored(config, tensors, &form, device)
-        };
-        load().map_err(context)
+        })
     }
 
-    /// Reads a checkpoint's weights. Each tensor is read, converted and freed in turn.
-    pub(crate) fn from_stored(
+    /// Inserts a checkpoint's weights. Each tensor is read, converted and freed in turn.
+    pub(crate) fn filled_from(
+        self,
         config: &DecoderConfig,
         mut tensors: HashMap<String, StoredTensor>,
         form: &FrozenForm,
-        device: &Device,
     ) -> Result<Self> {
         reduce_to_parameters(config, &mut tensors)?;
-        Self::read_in(config, tensors, |tensor| tensor.read(), form, device)
+        self.filled(config, tensors, |tensor| tensor.read(), form)
     }
 
     /// Freezes the weights of `model` to train adapters on them: linear maps in the form `base`,
@@ -322,7 +329,7 @@ impl Parameters {
     ///
     /// # Errors
     ///
-    /// If `dtype` is not F32, BF16 or F16.
+    /// If `dtype` is not F32, BF16 or F16, or ranks [divide](Self::is_divided) the weights.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -346,6 +353,9 @@ impl Parameters {
         dtype: DType,
     ) -> Result<Self> {
         let form = FrozenForm::new(model, base, dtype)?;
+        if self.is_divided() {
+            bail!("weights: divided between ranks, must be whole to be frozen");
+        }
         for (name, variable) in &mut self.variables {
             let weight = form.of(name, &variable.as_detached_tensor())?;
             if weight.dtype() != variable.dtype() {
@@ -355,25 +365,14 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Divides f32 weights between ranks. The variables are then in `dtype`, and beside them each
-    /// rank keeps its part of the f32 weights. Each weight is freed once it is divided, unless a
-    /// clone shares it.
-    pub(crate) fn divided(self, dtype: DType, shard: Shard) -> Result<Self> {
-        let (mut variables, mut kept) = (BTreeMap::new(), BTreeMap::new());
+    /// Divides f32 weights between ranks. Each is freed once it is divided, unless a clone shares
+    /// it.
+    pub(crate) fn divided(self, division: &WeightDivision) -> Result<Self> {
+        let mut divided = Self::to_fill(Some(division), &self.device);
         for (name, variable) in self.variables {
-            let weight = variable.as_detached_tensor();
-            if weight.dtype() != DType::F32 {
-                bail!("{name}: {:?}, must be F32 to be divided", weight.dtype());
-            }
-            let own = shard.keep(&weight, weight.elem_count())?;
-            kept.insert(name.clone(), Var::from_tensor(&own)?);
-            variables.insert(name, Var::from_tensor(&weight.to_dtype(dtype)?)?);
+            divided.insert(name, &variable.as_detached_tensor())?;
         }
-        Ok(Self {
-            variables,
-            masters: Some(Masters { shard, kept }),
-            device: self.device,
-        })
+        Ok(divided)
     }
 
     /// Returns whether ranks [divide](crate::AdamWConfig::divide) the f32 weights.
@@ -388,7 +387,7 @@ impl Parameters {
 
     /// This rank's part of the f32 weight of this name, if ranks divide it.
     pub(crate) fn master(&self, name: &str) -> Option<&Var> {
-        self.masters.as_ref()?.kept.get(name)
+        self.masters.as_ref()?.kept(name)
     }
 
     /// Returns the f32 weight of this name; if ranks divide the weights, from all of them. Only
@@ -619,12 +618,12 @@ impl Parameters {
             }
         }
         for (name, variable) in &self.variables {
-            let value = values[name].read(0..variable.elem_count())?;
+            let value = values[name].read_elements(0..variable.elem_count())?;
             copy_into(variable, &value.reshape(variable.shape())?)?;
-            if let Some(Masters { shard, kept }) = &self.masters
-                && let Some(kept) = kept.get(name)
+            if let Some(masters) = &self.masters
+                && let Some(kept) = masters.kept(name)
             {
-                copy_into(kept, &shard.keep(&value, variable.elem_count())?)?;
+                copy_into(kept, &masters.shard.keep(&value, variable.elem_count())?)?;
             }
         }
         Ok(())

@@ -118,7 +118,10 @@ impl SequenceClassifierConfig {
             let form = FrozenForm::new(&body, BaseWeights::Dense, dtype)?;
             let mut tensors = safetensors::read_folder(folder, StoredTensor::read_file)?;
             let score = self.take_score(&mut tensors)?.read()?;
-            Parameters::from_stored(&body, tensors, &form, device)?.with(SCORE, &score)
+            let parameters = Parameters::to_fill(None, device);
+            parameters
+                .filled_from(&body, tensors, &form)?
+                .with(SCORE, &score)
         };
         load().map_err(|error| in_folder(folder, error))
     }

@@ -89,7 +89,7 @@ impl Shard {
         }
     }
 
-    /// Gathers the tensor that is like `whole`, and of which each rank keeps `kept`, in `whole`.
+    /// Gathers all ranks' parts into `whole`. This rank has `kept`.
     pub(crate) fn gather(&self, kept: &Tensor, whole: &Tensor, elements: usize) -> Result<()> {
         let parts = self.kept_parts(kept, elements)?;
         for (view, part) in self.own(whole, elements)?.iter().zip(parts) {

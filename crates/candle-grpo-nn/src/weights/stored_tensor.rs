@@ -121,47 +121,37 @@ impl StoredTensor {
 }
 
 /// A tensor in memory or in a file.
-pub(crate) trait Values {
-    fn dims(&self) -> &[usize];
-
+pub(crate) trait Values: Entry {
     /// # Errors
     ///
     /// If Candle does not have the dtype.
     fn dtype(&self) -> Result<DType>;
 
-    /// Reads these elements, one after the other.
+    /// Reads these elements, one after the other. Does not check that they are finite.
     ///
     /// # Errors
     ///
     /// If a file cannot be read.
-    fn read(&self, elements: Range<usize>) -> Result<Tensor>;
+    fn read_elements(&self, elements: Range<usize>) -> Result<Tensor>;
 }
 
 impl Values for Tensor {
-    fn dims(&self) -> &[usize] {
-        self.dims()
-    }
-
     fn dtype(&self) -> Result<DType> {
         Ok(self.dtype())
     }
 
-    fn read(&self, elements: Range<usize>) -> Result<Tensor> {
+    fn read_elements(&self, elements: Range<usize>) -> Result<Tensor> {
         let flat = self.contiguous()?.flatten_all()?;
         flat.narrow(0, elements.start, elements.len())
     }
 }
 
 impl Values for StoredTensor {
-    fn dims(&self) -> &[usize] {
-        &self.shape
-    }
-
     fn dtype(&self) -> Result<DType> {
         DType::try_from(self.dtype).map_err(|error| self.named(error))
     }
 
-    fn read(&self, elements: Range<usize>) -> Result<Tensor> {
+    fn read_elements(&self, elements: Range<usize>) -> Result<Tensor> {
         let dtype = Values::dtype(self)?;
         let size = dtype.size_in_bytes();
         let part = Self {

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::optim::{DecayRule, MasterWeights, Sharding, StateForm};
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Gradients, Parameters,
+};
 use rstest::rstest;
 
 use candle_grpo_test_support::{device, message, noise_tensor, on_ranks};
@@ -690,4 +692,23 @@ fn weights_that_were_divided_for_another_state_are_refused() {
         let expected = "state: 8bit with master_weights f32, must be the options that the weights were divided with";
         assert_eq!(error.unwrap(), expected);
     }
+}
+
+#[test]
+fn divided_weights_stay_as_they_are() {
+    on_ranks(2, |collective| -> Result<()> {
+        let options = by_hand(DecayRule::All);
+        let divided = || options.divide(ones()?, DType::BF16, &collective);
+        let again = options.divide(divided()?, DType::BF16, &collective)?;
+        assert!(again.is_divided());
+        let error = message(options.divide(divided()?, DType::F16, &collective));
+        assert_eq!(error, "weights: divided in BF16, must be in F16");
+        let frozen = divided()?.frozen_as(&config(true), BaseWeights::Dense, DType::F32);
+        let expected = "weights: divided between ranks, must be whole to be frozen";
+        assert_eq!(message(frozen), expected);
+        Ok(())
+    })
+    .into_iter()
+    .collect::<Result<()>>()
+    .unwrap();
 }

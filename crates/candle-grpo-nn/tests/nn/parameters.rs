@@ -1,14 +1,18 @@
 //! Parameters: initialization, copies, files and errors.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::path::Path;
 
-use candle_core::{DType, Result, Tensor, Var};
-use candle_grpo_nn::{BaseWeights, DecoderConfig, Parameters};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_nn::{
+    AdamWConfig, BaseWeights, DecoderConfig, Gguf, GgufDType, Parameters, WeightDivision,
+};
 use rstest::rstest;
 
-use candle_grpo_test_support::{device, message};
+use candle_grpo_test_support::{device, message, on_ranks};
 
+use crate::gguf::statable;
 use crate::small::{Family, bits, config, lively, lively_tensors, max_difference};
 
 #[test]
@@ -213,6 +217,69 @@ fn a_saved_file_loads_bit_identically_and_leaves_no_temporary_file() -> Result<(
         header.contains(r#""__metadata__":{"format":"pt"}"#),
         "{header}"
     );
+    Ok(())
+}
+
+type Read = fn(&DecoderConfig, &Path, Option<&WeightDivision>) -> Result<Parameters>;
+
+fn folder(
+    config: &DecoderConfig,
+    path: &Path,
+    division: Option<&WeightDivision>,
+) -> Result<Parameters> {
+    match division {
+        None => Parameters::load_folder(config, path, &Device::Cpu),
+        Some(division) => Parameters::load_folder_divided(config, path, division, &Device::Cpu),
+    }
+}
+
+fn gguf(_: &DecoderConfig, path: &Path, division: Option<&WeightDivision>) -> Result<Parameters> {
+    let file = Gguf::open(&path.join("model.gguf"))?;
+    match division {
+        None => file.parameters(&Device::Cpu),
+        Some(division) => file.divided_parameters(division, &Device::Cpu),
+    }
+}
+
+/// Each rank has all weights, rounded, and the ranks together have them in f32.
+#[rstest]
+#[case::folder(config(false), folder)]
+#[case::gguf(config(false), gguf)]
+#[case::gguf_with_experts(statable(Family::Qwen3Moe), gguf)]
+fn weights_are_divided_while_they_are_read(
+    #[case] config: DecoderConfig,
+    #[case] read: Read,
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let files = tempfile::tempdir()?;
+    let path = files.path();
+    let written = Parameters::init(&config, 1, &Device::Cpu)?;
+    written.save(&path.join("model.safetensors"))?;
+    let file = path.join("model.gguf");
+    Gguf::write(&file, &config, &written, GgufDType::F32, BTreeMap::new())?;
+    let whole = read(&config, path, None)?;
+    assert_eq!(whole.len(), written.len());
+    for world_size in [1, 2, 3, 5] {
+        let ranks = on_ranks(world_size, |collective| -> Result<()> {
+            let Some(division) = AdamWConfig::default().division(dtype, &collective) else {
+                assert_eq!(world_size, 1);
+                return Ok(());
+            };
+            let divided = read(&config, path, Some(&division))?;
+            assert_eq!(divided.len(), whole.len());
+            for (name, expected) in whole.iter() {
+                let rounded = expected.to_dtype(dtype)?.to_dtype(DType::F32)?;
+                let found = divided.get(name).expect("a weight of this name");
+                assert_eq!(found.dtype(), dtype);
+                let found = found.to_dtype(DType::F32)?;
+                assert_eq!(max_difference(&found, &rounded)?, 0.0, "{name}");
+                let gathered = divided.whole(name)?;
+                assert_eq!(max_difference(&gathered, expected)?, 0.0, "{name}");
+            }
+            Ok(())
+        });
+        ranks.into_iter().collect::<Result<()>>()?;
+    }
     Ok(())
 }
 

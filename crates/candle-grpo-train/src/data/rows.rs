@@ -38,6 +38,14 @@ impl Row {
     }
 }
 
+/// Returns the number in a column, which may be text, as the fields of separated values are.
+pub(crate) fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::String(text) => text.trim().parse().ok(),
+        value => value.as_f64(),
+    }
+}
+
 /// Reads a file's rows, like [`read_first_rows`].
 ///
 /// # Errors

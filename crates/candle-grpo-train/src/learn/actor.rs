@@ -19,14 +19,14 @@ use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
-    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
+    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters, WeightDivision,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
-use super::Reference;
 use super::blame::{blame, blame_teacher};
 use super::gradient_descent::GradientDescent;
+use super::{Ranks, Reference};
 use crate::NotFinite;
 use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
@@ -88,7 +88,7 @@ pub struct Actor<M = Decoder> {
     /// Low-precision copies of the parameters, unless the policy computes in f32.
     copies: ComputeCopies,
     config: ActorConfig,
-    descent: GradientDescent,
+    pub(super) descent: GradientDescent,
 }
 
 impl Actor {
@@ -121,7 +121,9 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
-        Self::with_weights(model, parameters, config, None)
+        let alone = Ranks::default();
+        let ranks = (alone.collective(), Sharding::None);
+        Self::sharded(model, parameters, None, config, ranks)
     }
 
     /// Creates an actor on one of the ranks in `collective`, which divide the state of the
@@ -141,8 +143,8 @@ impl<M: LanguageModel> Actor<M> {
         ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
         match adapters {
-            Some(adapters) => Self::with_trained(model, parameters, adapters, config, Some(ranks)),
-            None => Self::with_weights(model, parameters, config, Some(ranks)),
+            Some(adapters) => Self::with_trained(model, parameters, adapters, config, ranks),
+            None => Self::with_weights(model, parameters, config, ranks),
         }
     }
 
@@ -150,7 +152,7 @@ impl<M: LanguageModel> Actor<M> {
         model: C,
         parameters: Parameters,
         config: ActorConfig,
-        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+        ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
         ensure_master_weights(&config.optimizer, config.compute_dtype, false)?;
         let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
@@ -186,7 +188,9 @@ impl<M: LanguageModel> Actor<M> {
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
-        Self::with_trained(model, parameters, adapters, config, None)
+        let alone = Ranks::default();
+        let ranks = (alone.collective(), Sharding::None);
+        Self::sharded(model, parameters, Some(adapters), config, ranks)
     }
 
     fn with_trained<C: ModelConfig<Model = M>>(
@@ -194,7 +198,7 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         adapters: Lora,
         config: ActorConfig,
-        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+        ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
         let decoder = model
             .decoder()
@@ -259,7 +263,9 @@ impl<M: LanguageModel> Actor<M> {
         )?;
         ensure_f32(&config)?;
         let copies = ComputeCopies::default();
-        Self::from_policy(model, (variables, None), copies, config, None)
+        let alone = Ranks::default();
+        let ranks = (alone.collective(), Sharding::None);
+        Self::from_policy(model, (variables, None), copies, config, ranks)
     }
 
     fn from_policy(
@@ -267,7 +273,7 @@ impl<M: LanguageModel> Actor<M> {
         (parameters, adapters): (Parameters, Option<Lora>),
         copies: ComputeCopies,
         config: ActorConfig,
-        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+        ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
         check::non_negative("router_aux_loss_coef", config.router_aux_loss_coef)?;
@@ -680,6 +686,19 @@ pub(super) fn divides_weights(
         && !has_adapters
         && compute_dtype != ComputeDType::F32
         && optimizer.master_weights == MasterWeights::F32
+}
+
+/// Returns the division of the f32 weights of a policy between the ranks, if they divide them.
+pub(crate) fn weight_division(
+    optimizer: &AdamWConfig,
+    compute_dtype: ComputeDType,
+    has_adapters: bool,
+    (collective, sharding): (&Arc<dyn Collective>, Sharding),
+) -> Option<WeightDivision> {
+    if !divides_weights(optimizer, compute_dtype, has_adapters, sharding) {
+        return None;
+    }
+    optimizer.division(compute_dtype.into(), collective)
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

@@ -13,8 +13,8 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::StepStats;
 use super::gradient_descent::GradientDescent;
+use super::{Ranks, StepStats};
 use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
@@ -75,7 +75,7 @@ pub struct Critic {
     /// The trained value head.
     training_head: ValueHead,
     config: CriticConfig,
-    descent: GradientDescent,
+    pub(super) descent: GradientDescent,
 }
 
 impl Critic {
@@ -87,7 +87,9 @@ impl Critic {
     ///
     /// If `config` is not valid, or `policy` lacks a weight of the decoder.
     pub fn new(model: &DecoderConfig, policy: &Parameters, config: CriticConfig) -> Result<Self> {
-        Self::with_ranks(model, policy, config, None)
+        let alone = Ranks::default();
+        let ranks = (alone.collective(), Sharding::None);
+        Self::sharded(model, policy, config, ranks)
     }
 
     /// Creates a critic on one of the ranks in `collective`, which divide the state of the
@@ -104,15 +106,6 @@ impl Critic {
         policy: &Parameters,
         config: CriticConfig,
         ranks: (&Arc<dyn Collective>, Sharding),
-    ) -> Result<Self> {
-        Self::with_ranks(model, policy, config, Some(ranks))
-    }
-
-    fn with_ranks(
-        model: &DecoderConfig,
-        policy: &Parameters,
-        config: CriticConfig,
-        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
     ) -> Result<Self> {
         config.validate()?;
         // A tied decoder avoids an unused output layer.

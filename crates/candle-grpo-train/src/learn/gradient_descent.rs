@@ -17,19 +17,15 @@ pub(crate) struct GradientDescent {
 }
 
 impl GradientDescent {
-    /// Creates gradients, and an optimizer of which the ranks keep their parts, if there are any.
+    /// Creates an optimizer without gradients, of the part that this rank has.
     pub(super) fn new(
         config: AdamWConfig,
         trained: &Parameters,
-        ranks: Option<(&Arc<dyn Collective>, Sharding)>,
+        (collective, sharding): (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
-        let optimizer = match ranks {
-            None => AdamW::new(config, trained)?,
-            Some((collective, sharding)) => AdamW::sharded(config, trained, collective, sharding)?,
-        };
         Ok(Self {
             gradients: Gradients::new(),
-            optimizer,
+            optimizer: AdamW::sharded(config, trained, collective, sharding)?,
         })
     }
 

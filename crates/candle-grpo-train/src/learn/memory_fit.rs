@@ -1,6 +1,7 @@
 //! Settings with which a run fits into memory.
 
 use anyhow::Result;
+use candle_grpo_core::validate::Name;
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
@@ -66,79 +67,81 @@ impl MemoryFit<'_> {
     /// comes before several, and one that keeps the update before one that does not. `None` if no
     /// such change is enough.
     pub fn smallest_change(&self, config: &TrainConfig) -> Option<Vec<String>> {
-        let fits = |config: &TrainConfig| {
-            let plan = (self.plan)(config);
-            plan.is_ok_and(|plan| plan.peak() <= self.bytes)
-        };
         let update = Update::new(config, self.prompt_tokens);
         let least = rounds(update.longest()) * ROUND;
-        let smallest = with_tokens(config, least);
-        let is_auto = config.fits_micro_batches();
-        if !is_auto && let Ok(Some(tokens)) = self.micro_batch_tokens(config) {
-            return Some(vec![format!("micro_batch_tokens: {tokens}")]);
+        let base = if config.fits_micro_batches() {
+            with_tokens(config, least)
+        } else {
+            config.clone()
+        };
+        let changed = self.one_change(&base);
+        let changed = changed.or_else(|| self.several_changes(&base, least))?;
+        Some(differences(&base, &changed))
+    }
+
+    fn one_change(&self, base: &TrainConfig) -> Option<TrainConfig> {
+        if let Ok(Some(tokens)) = self.micro_batch_tokens(base) {
+            return Some(with_tokens(base, tokens));
         }
-        let base = if is_auto { &smallest } else { config };
-        let layers = 1..=self.model.num_hidden_layers;
-        let layers = layers.map(ActivationCheckpointing::Layers);
-        let checkpointing = layers.into_iter().find(|&activation_checkpointing| {
-            fits(&TrainConfig {
-                activation_checkpointing,
-                ..base.clone()
-            })
-        });
-        if let Some(layers) = checkpointing {
-            return Some(vec![format!("activation_checkpointing: {layers}")]);
-        }
-        if let Some(mib) = self.max_cache_mib(base) {
-            return Some(vec![format!("sampling.max_cache_mib: {mib}")]);
-        }
-        let mut batch_size = base.sampling.max_batch_size / 2;
-        while batch_size > 0 {
-            let mut changed = base.clone();
-            changed.sampling.max_batch_size = batch_size;
-            if fits(&changed) {
-                return Some(vec![format!("sampling.max_batch_size: {batch_size}")]);
-            }
-            batch_size /= 2;
-        }
-        for (text, change) in CHANGES {
+        let with = |change: &dyn Fn(&mut TrainConfig)| {
             let mut changed = base.clone();
             change(&mut changed);
-            if fits(&changed) {
-                return Some(vec![(*text).to_owned()]);
-            }
-        }
+            self.fits(&changed).then_some(changed)
+        };
+        let mut layers = (1..=self.model.num_hidden_layers).map(ActivationCheckpointing::Layers);
+        let checkpointed =
+            layers.find_map(|layers| with(&|config| config.activation_checkpointing = layers));
+        let batch_size = base.sampling.max_batch_size;
+        let halves = std::iter::successors(Some(batch_size / 2), |size| Some(size / 2));
+        let mut halves = halves.take_while(|&size| size > 0);
+        checkpointed
+            .or_else(|| {
+                let mib = self.max_cache_mib(base)?;
+                with(&|config| config.sampling.max_cache_mib = Some(mib))
+            })
+            .or_else(|| {
+                halves.find_map(|size| with(&|config| config.sampling.max_batch_size = size))
+            })
+            .or_else(|| divisions(base).find(|divided| self.fits(divided)))
+            .or_else(|| CHANGES.iter().find_map(|change| with(change)))
+    }
+
+    fn several_changes(&self, base: &TrainConfig, least: usize) -> Option<TrainConfig> {
         let mut changed = TrainConfig {
             activation_checkpointing: true.into(),
             ..base.clone()
         };
-        let mut texts = vec!["activation_checkpointing: true".to_owned()];
         let bounded = with_tokens(&changed, least);
-        if !is_auto && (self.plan)(&bounded).is_ok() {
+        if self.peak(&bounded).is_some() {
             changed = bounded;
-            texts.push(format!("micro_batch_tokens: {least}"));
         }
-        for (text, change) in CHANGES {
-            if fits(&changed) {
-                break;
+        for divided in divisions(&changed.clone()) {
+            // One rank divides nothing.
+            let is_smaller = self
+                .peak(&divided)
+                .is_some_and(|peak| Some(peak) < self.peak(&changed));
+            if is_smaller && !self.fits(&changed) {
+                changed = divided;
             }
+        }
+        for change in CHANGES {
             let mut next = changed.clone();
             change(&mut next);
-            // Some settings exclude each other, and one rank divides nothing.
-            let Ok(plan) = (self.plan)(&next) else {
-                continue;
-            };
-            let is_smaller = |than: MemoryPlan| plan.peak() < than.peak();
-            if next.sharding == changed.sharding || (self.plan)(&changed).is_ok_and(is_smaller) {
-                // What ranks divide has one name.
-                texts.retain(|text| {
-                    !text.starts_with(SHARDING) || next.sharding == changed.sharding
-                });
+            // Some settings exclude each other.
+            if self.peak(&next).is_some() && !self.fits(&changed) {
                 changed = next;
-                texts.push((*text).to_owned());
             }
         }
-        fits(&changed).then_some(texts)
+        self.fits(&changed).then_some(changed)
+    }
+
+    /// The peak of the plan. `None` if the settings are not valid.
+    fn peak(&self, config: &TrainConfig) -> Option<usize> {
+        (self.plan)(config).ok().map(|plan| plan.peak())
+    }
+
+    fn fits(&self, config: &TrainConfig) -> bool {
+        self.peak(config).is_some_and(|peak| peak <= self.bytes)
     }
 
     /// Returns the largest cache that fits, if it has room for one completion.
@@ -156,38 +159,78 @@ impl MemoryFit<'_> {
     }
 }
 
-/// The key of what ranks divide.
-const SHARDING: &str = "sharding:";
-
-type Change = fn(&mut TrainConfig);
+/// Returns the settings with which ranks divide more, from the one that divides least.
+fn divisions(config: &TrainConfig) -> impl Iterator<Item = TrainConfig> {
+    let more: &[Sharding] = match config.sharding {
+        Sharding::None => &[Sharding::Optimizer, Sharding::Resident],
+        Sharding::Optimizer => &[Sharding::Resident],
+        _ => &[],
+    };
+    more.iter().map(|&sharding| TrainConfig {
+        sharding,
+        ..config.clone()
+    })
+}
 
 /// Changes of the run itself, from the one that changes it least.
-const CHANGES: [(&str, Change); 7] = [
-    ("sharding: optimizer", |config| {
-        if config.sharding == Sharding::None {
-            config.sharding = Sharding::Optimizer;
-        }
-    }),
-    ("sharding: resident", |config| {
-        config.sharding = Sharding::Resident;
-    }),
-    ("optimizer.state: 8bit", |config| {
-        config.optimizer.state = StateForm::Blocks8;
-    }),
-    ("compute_dtype: bf16", |config| {
-        config.compute_dtype = ComputeDType::Bf16;
-    }),
-    ("optimizer.master_weights: bf16", |config| {
-        config.optimizer.master_weights = MasterWeights::Bf16;
-    }),
-    ("adapters: {rank: 16, alpha: 32}", |config| {
+const CHANGES: [fn(&mut TrainConfig); 5] = [
+    |config| config.optimizer.state = StateForm::Blocks8,
+    |config| config.compute_dtype = ComputeDType::Bf16,
+    |config| config.optimizer.master_weights = MasterWeights::Bf16,
+    |config| {
         config.optimizer.master_weights = MasterWeights::F32;
-        config.adapters = Some(LoraConfig::all_linear(16, 32.));
-    }),
-    ("base_weights: q4_k", |config| {
-        config.base_weights = BaseWeights::Q4K;
-    }),
+        let all = || LoraConfig::all_linear(16, 32.);
+        config.adapters.get_or_insert_with(all);
+    },
+    |config| config.base_weights = BaseWeights::Q4K,
 ];
+
+/// Returns the settings in which `changed` differs from `base`, each as `key: value`.
+fn differences(base: &TrainConfig, changed: &TrainConfig) -> Vec<String> {
+    let pairs = settings(changed).into_iter().zip(settings(base));
+    let differ = pairs.filter(|(changed, base)| changed != base);
+    differ
+        .map(|((key, value), _)| format!("{key}: {value}"))
+        .collect()
+}
+
+/// The settings that a change may name, with their values.
+fn settings(config: &TrainConfig) -> [(&'static str, String); 11] {
+    let (sampling, optimizer) = (&config.sampling, &config.optimizer);
+    let tokens = config.micro_batch_tokens.as_ref();
+    let adapters = config.adapters.as_ref();
+    let adapters =
+        adapters.map(|LoraConfig { rank, alpha, .. }| format!("{{rank: {rank}, alpha: {alpha}}}"));
+    let null = || "null".to_owned();
+    [
+        (
+            "activation_checkpointing",
+            config.activation_checkpointing.to_string(),
+        ),
+        ("micro_batch_size", config.micro_batch_size.to_string()),
+        (
+            "micro_batch_tokens",
+            tokens.map_or_else(null, |tokens| Name(tokens).to_string()),
+        ),
+        (
+            "sampling.max_cache_mib",
+            (sampling.max_cache_mib).map_or_else(null, |mib| mib.to_string()),
+        ),
+        (
+            "sampling.max_batch_size",
+            sampling.max_batch_size.to_string(),
+        ),
+        ("sharding", Name(&config.sharding).to_string()),
+        ("optimizer.state", Name(&optimizer.state).to_string()),
+        ("compute_dtype", Name(&config.compute_dtype).to_string()),
+        (
+            "optimizer.master_weights",
+            Name(&optimizer.master_weights).to_string(),
+        ),
+        ("adapters", adapters.unwrap_or_else(null)),
+        ("base_weights", Name(&config.base_weights).to_string()),
+    ]
+}
 
 fn rounds(tokens: usize) -> usize {
     tokens.div_ceil(ROUND).max(1)

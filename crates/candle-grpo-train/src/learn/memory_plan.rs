@@ -7,11 +7,12 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{BUCKET_BYTES, MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
 
+use super::actor::divides_weights;
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
 use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
@@ -93,7 +94,8 @@ pub struct MemoryPlan {
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
-    /// Weights of the policy in f32 that ranks have not divided yet, before the run.
+    /// Weights of the policy while they are read, before the run, if ranks divide those in f32:
+    /// each weight before the next. 0 if they do not.
     pub loading: usize,
     /// Copies of weights, while many tokens are drawn on the CPU
     /// ([`pack_weights`](candle_grpo_nn::PagedCache::pack_weights)).
@@ -509,9 +511,14 @@ impl Learning<'_> {
         let count: usize = shapes.iter().map(Shape::elem_count).sum();
         let compute = DType::from(self.compute_dtype);
         let copies = count * copy_bytes(self.compute_dtype);
-        let is_master_divided = copies > 0 && self.adapters.is_none();
+        let divides_weights = divides_weights(
+            self.optimizer,
+            self.compute_dtype,
+            self.adapters.is_some(),
+            self.division.sharding,
+        );
         let weights = match self.optimizer.master_weights {
-            MasterWeights::F32 if is_master_divided => copies + self.division.resident(4 * count),
+            MasterWeights::F32 if divides_weights => copies + self.division.resident(4 * count),
             MasterWeights::F32 => copies + 4 * count,
             // The policy computes in them.
             MasterWeights::Bf16 => 2 * count,
@@ -540,11 +547,10 @@ impl Learning<'_> {
             division: self.division,
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
-        let divides_masters =
-            is_master_divided && self.optimizer.master_weights == MasterWeights::F32;
-        let loading = if divides_masters && self.division.is_resident() {
-            // The first weight is divided while all are whole.
-            4 * count + vocabulary
+        let loading = if divides_weights {
+            // The largest one as a tensor and as bytes of a file, both in f32.
+            let largest = shapes.iter().map(Shape::elem_count).max();
+            weights + 2 * 4 * largest.unwrap_or(0)
         } else {
             0
         };
@@ -634,9 +640,11 @@ impl Learner<'_> {
         let activations = output.max(most.unwrap_or(0));
         let training = if self.division.is_resident() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
-            // two blocks above are summed over the ranks and freed.
+            // two blocks above are summed over the ranks and freed. Small blocks are summed
+            // together.
             let of_blocks = self.gradients - self.output - self.embedding;
-            let whole = 3 * of_blocks / blocks.max(1) + self.output.max(self.embedding);
+            let bucket = (of_blocks / blocks.max(1)).max(BUCKET_BYTES);
+            let whole = 3 * bucket + self.output.max(self.embedding);
             self.division.resident(self.gradients) + whole.min(self.gradients) + activations
         } else if pass.follows {
             self.gradients + activations
@@ -841,11 +849,15 @@ mod tests {
         for (found, bytes) in parts(plan(8)?).into_iter().zip(of_eight) {
             assert!((found as f64 - bytes * all as f64).abs() <= 1., "{found}");
         }
-        // A rank that keeps less of them than it loads needs the memory to load all in f32.
-        let many = plan(1000)?;
-        let loads = sharding == Sharding::Resident;
-        assert_eq!(many.loading >= 4 * all, loads);
-        assert!(!loads || many.peak() >= 4 * all);
+        // A weight is whole in f32 while it is divided.
+        let largest = shapes.values().map(Shape::elem_count).max();
+        let eight = plan(8)?;
+        let loading = match sharding {
+            Sharding::Resident => eight.weights + 8 * largest.unwrap_or(0),
+            _ => 0,
+        };
+        assert_eq!(eight.loading, loading);
+        assert!(eight.peak() >= loading);
         assert_eq!(plan(1)?.loading, 0);
         let error = plan(0).unwrap_err().to_string();
         assert!(

@@ -1,13 +1,11 @@
 //! The division of a batch into micro-batches, which the ranks share.
 
-use std::sync::Arc;
-
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_collective::Collective;
 use candle_grpo_nn::LanguageModel;
 use serde::{Deserialize, Serialize};
 
+use super::gradient_descent::GradientDescent;
 use super::models::ensure_not_canceled;
 use crate::ranks::Ranks;
 use crate::sequence::{Batch, Column, divide};
@@ -118,33 +116,30 @@ impl Divisible for Batch {
     }
 }
 
+/// The micro-batches of a batch.
+pub(crate) struct Divided<B> {
+    /// The micro-batches of this rank.
+    pub(crate) own: Vec<B>,
+    /// The number of those of all ranks.
+    pub(crate) count: usize,
+    /// The largest number of those of a rank.
+    most_of_rank: usize,
+}
+
 /// A model whose gradients accumulate over the passes of an update.
 pub(crate) trait Accumulates {
-    /// Sums the gradients over all ranks while the next pass runs, the last one of the update
-    /// unless [`Self::reduces_each_pass`].
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()>;
-
-    /// Returns whether every pass sums the gradients over all ranks.
-    fn reduces_each_pass(&self) -> bool;
+    fn descent(&mut self) -> &mut GradientDescent;
 }
 
 impl<M: LanguageModel> Accumulates for Actor<M> {
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        Self::begin_reduction(self, collective)
-    }
-
-    fn reduces_each_pass(&self) -> bool {
-        Self::reduces_each_pass(self)
+    fn descent(&mut self) -> &mut GradientDescent {
+        &mut self.descent
     }
 }
 
 impl Accumulates for Critic {
-    fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
-        Self::begin_reduction(self, collective)
-    }
-
-    fn reduces_each_pass(&self) -> bool {
-        Self::reduces_each_pass(self)
+    fn descent(&mut self) -> &mut GradientDescent {
+        &mut self.descent
     }
 }
 
@@ -176,20 +171,24 @@ impl<'a> MicroBatches<'a> {
         })
     }
 
-    /// The micro-batches of this rank, with the number of those of all ranks.
-    pub(crate) fn divide<B: Divisible>(self, batch: &B) -> Result<(Vec<B>, usize)> {
-        let mut all = self.size.of_ranks(batch.sequences(), self.ranks);
-        let count = all.iter().map(Vec::len).sum();
-        let own = all.swap_remove(self.ranks.collective().rank()).into_iter();
-        let own = own.map(|sequences| batch.part(&sequences));
-        Ok((own.collect::<Result<_>>()?, count))
+    /// Divides `batch` into micro-batches.
+    pub(crate) fn divide<B: Divisible>(self, batch: &B) -> Result<Divided<B>> {
+        let all = self.size.of_ranks(batch.sequences(), self.ranks);
+        let own = all[self.ranks.collective().rank()].iter();
+        let own = own.map(|sequences| batch.part(sequences));
+        let counts = || all.iter().map(Vec::len);
+        Ok(Divided {
+            own: own.collect::<Result<_>>()?,
+            count: counts().sum(),
+            most_of_rank: counts().max().unwrap_or(0),
+        })
     }
 
-    /// Runs `pass` over each of `own`, the micro-batches of this rank of `batch`, and returns its
-    /// results. With `reduces` the last pass sums the gradients over all ranks, so it must be the
-    /// last one of the update. If a learner reduces in each pass, all ranks make as many. A rank
-    /// without micro-batches for a pass that reduces passes [`Divisible::idle_part`], and true for
-    /// a part without work, whose gradients must be 0.
+    /// Runs `pass` over each micro-batch of this rank in `divided`, those of `batch`, and returns
+    /// its results. With `reduces` the last pass sums the gradients over all ranks, so it must be
+    /// the last one of the update. If a learner reduces in each pass, all ranks make as many. A
+    /// rank without micro-batches for a pass that reduces passes [`Divisible::idle_part`], and true
+    /// for a part without work, whose gradients must be 0.
     ///
     /// # Errors
     ///
@@ -197,24 +196,24 @@ impl<'a> MicroBatches<'a> {
     pub(crate) fn accumulate<L: Accumulates, B: Divisible, T>(
         self,
         learner: &mut L,
-        (batch, own): (&B, &[B]),
+        (batch, divided): (&B, &Divided<B>),
         reduces: bool,
         mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
     ) -> Result<Vec<T>> {
-        let reduces_each = learner.reduces_each_pass();
+        let reduces_each = learner.descent().reduces_each_pass();
         let passes = if reduces_each {
-            let all = self.size.of_ranks(batch.sequences(), self.ranks);
-            all.iter().map(Vec::len).max().unwrap_or(0)
+            divided.most_of_rank
         } else {
-            own.len().max(usize::from(reduces))
+            divided.own.len().max(usize::from(reduces))
         };
-        let mut results = Vec::with_capacity(own.len());
+        let mut results = Vec::with_capacity(divided.own.len());
         for number in 0..passes {
             ensure_not_canceled(self.progress)?;
             if reduces_each || reduces && number + 1 == passes {
-                learner.begin_reduction(self.ranks.collective())?;
+                let collective = self.ranks.collective();
+                learner.descent().begin_reduction(collective)?;
             }
-            let Some(part) = own.get(number) else {
+            let Some(part) = divided.own.get(number) else {
                 pass(learner, &batch.idle_part()?, true)?;
                 continue;
             };

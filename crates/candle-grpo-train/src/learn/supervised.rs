@@ -10,7 +10,7 @@ use candle_grpo_nn::model::ExpertBalance;
 use serde::{Deserialize, Serialize};
 
 use super::Ranks;
-use super::micro_batches::MicroBatches;
+use super::micro_batches::{Divided, MicroBatches};
 use crate::sequence::Batch;
 use crate::sequence::response_forward::{Packed, Targets, output_layer, states_at_once};
 use crate::{Actor, NotFinite, Sequence};
@@ -248,8 +248,8 @@ impl<M: LanguageModel> Actor<M> {
 
 impl MicroBatches<'_> {
     /// Accumulates the gradient of `coef` times the weighted mean of the losses of the tokens of
-    /// `rows`, and the load-balancing loss times `coef`, in the last passes of an update. `own` are
-    /// the micro-batches of this rank. Returns their sums.
+    /// `rows`, and the load-balancing loss times `coef`, in the last passes of an update, over the
+    /// micro-batches in `divided`. Returns the sums of this rank.
     ///
     /// # Errors
     ///
@@ -257,7 +257,7 @@ impl MicroBatches<'_> {
     pub(crate) fn accumulate_likelihood<M: LanguageModel>(
         self,
         actor: &mut Actor<M>,
-        (rows, own): (&Batch, &[Batch]),
+        (rows, divided): (&Batch, &Divided<Batch>),
         likelihood: Likelihood,
         coef: f64,
     ) -> Result<Vec<LikelihoodSums>> {
@@ -265,7 +265,7 @@ impl MicroBatches<'_> {
         let weight: f64 = all.iter().map(Sequence::total_weight).sum();
         let read: usize = all.iter().map(|row| row.read_tokens().len()).sum();
         let (scale, read) = (coef / weight, read as f64 / coef);
-        self.accumulate(actor, (rows, own), true, |actor, part, is_idle| {
+        self.accumulate(actor, (rows, divided), true, |actor, part, is_idle| {
             let (scale, read) = if is_idle {
                 (0., f64::INFINITY)
             } else {

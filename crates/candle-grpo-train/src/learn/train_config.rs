@@ -1,6 +1,9 @@
 //! The settings of a training run.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
+use candle_grpo_collective::Collective;
 use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
@@ -9,14 +12,17 @@ use candle_grpo_core::{Invalid, validate as check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
-use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{
+    ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig, WeightDivision,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{divides_weights, ensure_master_weights, stored_form};
+use super::actor::{divides_weights, ensure_master_weights, stored_form, weight_division};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
+use crate::data::rows::number;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, CriticConfig, SamplingConfig};
 use candle_grpo_base::within;
@@ -311,13 +317,8 @@ impl TrainConfig {
         let Some(column) = &self.sample_weight_column else {
             return Ok(1.);
         };
-        let weight = match &columns[column] {
-            // Fields of separated values are text.
-            Value::String(text) => text.trim().parse().ok(),
-            value => value.as_f64(),
-        };
-        let weight = weight.filter(|weight: &f64| weight.is_finite() && *weight > 0.);
-        let found = columns.get(column).unwrap_or(&Value::Null);
+        let found = &columns[column];
+        let weight = number(found).filter(|weight| weight.is_finite() && *weight > 0.);
         weight.with_context(|| {
             format!("column {column:?}: {found}, must be a positive number (sample_weight_column)")
         })
@@ -614,6 +615,18 @@ impl TrainConfig {
             self.compute_dtype,
             has_adapters,
             &self.optimizer,
+        )
+    }
+
+    /// Returns the division of the policy's f32 weights between the ranks in `collective`, for
+    /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
+    /// not divide them.
+    pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        weight_division(
+            &self.optimizer,
+            self.compute_dtype,
+            self.adapters.is_some(),
+            (collective, self.sharding),
         )
     }
 

@@ -10,7 +10,7 @@ use candle_core::{DType, Device};
 use candle_grpo_hub::is_gguf;
 use candle_grpo_nn::{
     BaseWeights, CheckpointForm, ComputeDType, DecoderConfig, Export, Gguf, GgufDType, GgufValue,
-    Lora, Parameters, atomic_file,
+    Lora, Parameters, WeightDivision, atomic_file,
 };
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -30,6 +30,33 @@ const CHAT_TEMPLATE: &str = "chat_template.jinja";
 const ADDITIONAL_CHAT_TEMPLATES: &str = "additional_chat_templates";
 const GGUF_CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 const GGUF_LICENSE: &str = "general.license";
+
+/// The form of weights that are read.
+struct WeightLoad<'a> {
+    device: &'a Device,
+    /// That of the linear maps, and the dtype of other weights.
+    form: (BaseWeights, DType),
+    /// The division of dense weights between ranks.
+    division: Option<&'a WeightDivision>,
+}
+
+impl WeightLoad<'_> {
+    fn of_gguf(&self, file: &Gguf) -> Result<Parameters> {
+        let (base, dtype) = self.form;
+        Ok(match self.division {
+            Some(division) => file.divided_parameters(division, self.device)?,
+            None => file.frozen_parameters(base, dtype, self.device)?,
+        })
+    }
+
+    fn of_folder(&self, model: &DecoderConfig, folder: &Path) -> Result<Parameters> {
+        let ((base, dtype), device) = (self.form, self.device);
+        Ok(match self.division {
+            Some(division) => Parameters::load_folder_divided(model, folder, division, device)?,
+            None => Parameters::load_folder_frozen(model, folder, base, dtype, device)?,
+        })
+    }
+}
 
 /// A decoder with its weights, tokenizer and chat template.
 ///
@@ -79,7 +106,27 @@ impl Pretrained {
         base: BaseWeights,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        Self::read(path, Some((device, base, dtype.into())))
+        let weights = WeightLoad {
+            device,
+            form: (base, dtype.into()),
+            division: None,
+        };
+        Self::read(path, Some(weights))
+    }
+
+    /// Like [`Self::load`], for weights that ranks divide: see
+    /// [`Parameters::load_folder_divided`].
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::load`].
+    pub fn load_divided(path: &Path, device: &Device, division: &WeightDivision) -> Result<Self> {
+        let weights = WeightLoad {
+            device,
+            form: (BaseWeights::Dense, DType::F32),
+            division: Some(division),
+        };
+        Self::read(path, Some(weights))
     }
 
     /// Like [`Self::load`], without reading the weights. The parameters are empty.
@@ -106,7 +153,7 @@ impl Pretrained {
         checked.with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read(path: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
+    fn read(path: &Path, weights: Option<WeightLoad<'_>>) -> Result<Self> {
         let read = || -> Result<Self> {
             if !path.exists() {
                 bail!("there is no such file{}", missing_hint(path));
@@ -122,7 +169,7 @@ impl Pretrained {
         read().with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read_gguf(path: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
+    fn read_gguf(path: &Path, weights: Option<WeightLoad<'_>>) -> Result<Self> {
         let file = Gguf::open(path)?;
         let metadata = file.metadata();
         let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
@@ -138,7 +185,7 @@ impl Pretrained {
         let chat_template = gguf_chat_template(metadata)?;
         Ok(Self {
             parameters: match weights {
-                Some((device, base, dtype)) => file.frozen_parameters(base, dtype, device)?,
+                Some(weights) => weights.of_gguf(&file)?,
                 None => Parameters::empty(),
             },
             model,
@@ -151,7 +198,7 @@ impl Pretrained {
         })
     }
 
-    fn read_folder(folder: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
+    fn read_folder(folder: &Path, weights: Option<WeightLoad<'_>>) -> Result<Self> {
         ensure!(
             folder.join(CONFIG).exists() || !folder.join(ADAPTER_CONFIG).exists(),
             "has adapters and no model; merge them with their model first, those of a run by grpo convert --merge"
@@ -164,8 +211,8 @@ impl Pretrained {
         let generation = GenerationDefaults::new(&read_object(folder, GENERATION_CONFIG)?);
         let chat_template = read_chat_template(folder)?;
         let (parameters, form) = match weights {
-            Some((device, base, dtype)) => (
-                Parameters::load_folder_frozen(&model, folder, base, dtype, device)?,
+            Some(weights) => (
+                weights.of_folder(&model, folder)?,
                 CheckpointForm::read(&model, folder)?,
             ),
             None => (Parameters::empty(), None),

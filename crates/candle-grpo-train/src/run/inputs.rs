@@ -10,7 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::canonical_json::canonical_json;
-use crate::checksums::{sha256_of_file, sha256_of_parameters};
+use crate::checksums::{sha256_of_file, sha256_of_whole_parameters};
 use crate::{ChatTemplate, Pretrained, Prompt};
 use candle_grpo_base::checksum::hex;
 use candle_grpo_hub::HubName;
@@ -69,7 +69,8 @@ impl RunInputs {
         self.parameters.as_deref()
     }
 
-    /// Computes the digests. `model` must be in its state before training.
+    /// Computes the digests. `model` must be in its state before training. If ranks divide its
+    /// weights, all of them must call it together.
     ///
     /// `reward_files` are the files that determine rewards, from both reward functions and
     /// environments.
@@ -98,7 +99,7 @@ impl RunInputs {
         held_out: &[RowDigest],
         reward_files: &[PathBuf],
     ) -> Result<Self> {
-        let parameters = sha256_of_parameters(&model.parameters)?;
+        let parameters = sha256_of_whole_parameters(&model.parameters)?;
         let mut weights = Sha256::new();
         weights.update(serde_json::to_vec(&model.model)?);
         weights.update(&parameters);

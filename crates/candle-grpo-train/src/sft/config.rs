@@ -1,16 +1,21 @@
 //! Supervised training settings.
 
+use std::sync::Arc;
+
 use anyhow::Result;
+use candle_grpo_collective::Collective;
 use candle_grpo_core::schedule::Decay;
 use candle_grpo_core::validate as check;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::optim::Sharding;
-use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig};
+use candle_grpo_nn::{
+    ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig, WeightDivision,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
-use crate::learn::actor::{ensure_master_weights, stored_form};
+use crate::learn::actor::{ensure_master_weights, stored_form, weight_division};
 use candle_grpo_base::within;
 
 /// Supervised training settings.
@@ -194,6 +199,18 @@ impl SftConfig {
             self.compute_dtype,
             has_adapters,
             &self.optimizer,
+        )
+    }
+
+    /// Returns the division of the policy's f32 weights between the ranks in `collective`, for
+    /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
+    /// not divide them.
+    pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        weight_division(
+            &self.optimizer,
+            self.compute_dtype,
+            self.adapters.is_some(),
+            (collective, self.sharding),
         )
     }
 

@@ -12,7 +12,7 @@ use crate::Sequence;
 use crate::data::chat_columns::{tools, variables};
 use crate::data::dataset::template;
 use crate::data::question::{Asking, message, text_messages};
-use crate::data::rows::kind;
+use crate::data::rows::{kind, number};
 use crate::data::{Question, Row, Template, plain_tokens};
 use crate::model::EncodedChat;
 use candle_grpo_base::column::column;
@@ -116,12 +116,7 @@ impl<'a> RowEncoder<'a> {
             return Ok(1.);
         };
         let value = column(columns, name)?;
-        // CSV fields are text.
-        let number = match value {
-            Value::String(text) => text.trim().parse().ok(),
-            value => value.as_f64(),
-        };
-        let weight = number.map(|weight: f64| weight as f32);
+        let weight = number(value).map(|weight| weight as f32);
         match weight.filter(|&weight| weight >= 0. && weight.is_finite()) {
             Some(weight) => Ok(weight),
             None => bail!("column {name:?}: {value}, must be a number of at least 0"),

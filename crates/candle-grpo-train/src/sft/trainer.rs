@@ -10,7 +10,7 @@ use candle_grpo_nn::{ComputeDType, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
-use crate::learn::micro_batches::{MicroBatchSize, MicroBatches};
+use crate::learn::micro_batches::{Divided, MicroBatchSize, MicroBatches};
 use crate::learn::models::{Models, ensure_not_canceled};
 use crate::learn::{LearningRateSchedule, LikelihoodSums, Ranks};
 use crate::run::TrainerState;
@@ -92,13 +92,13 @@ impl SftTrainer {
         let visited = self.state.visited;
         let count = self.config.batch_size.min(self.visits - visited);
         let rows = Batch::new(self.order.pick(&self.examples, visited, count))?;
-        let (own, micro_batches) = self.begin(Phase::Learn, &rows)?;
+        let divided = self.begin(Phase::Learn, &rows)?;
         let passes = passes(&self.config, &self.ranks, &*self.progress);
         let actor = &mut self.models.actor;
         let factor = self.schedule.factor(step);
         actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
         let likelihood = Likelihood::default();
-        let sums = passes.accumulate_likelihood(actor, (&rows, &own), likelihood, 1.)?;
+        let sums = passes.accumulate_likelihood(actor, (&rows, &divided), likelihood, 1.)?;
         let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
         let sums = LikelihoodSums::over_ranks(sums, &self.ranks)?;
         let rows = rows.sequences();
@@ -121,7 +121,7 @@ impl SftTrainer {
             tokens,
             trained_tokens: sums.tokens as usize,
             total_trained_tokens: self.trained_tokens,
-            micro_batches,
+            micro_batches: divided.count,
             tokens_per_second: tokens as f64 / seconds,
             seconds: SftSeconds { train: seconds },
         })
@@ -137,8 +137,8 @@ impl SftTrainer {
     pub fn evaluate(&self, examples: &[Sequence]) -> Result<LikelihoodSums> {
         ensure!(!examples.is_empty(), "examples: none, must be at least one");
         self.ensure_not_canceled()?;
-        let (own, _) = self.begin(Phase::HeldOutLoss, &Batch::new(examples.to_vec())?)?;
-        let sums = own.iter().map(|part| {
+        let divided = self.begin(Phase::HeldOutLoss, &Batch::new(examples.to_vec())?)?;
+        let sums = divided.own.iter().map(|part| {
             ensure_not_canceled(&*self.progress)?;
             let part = part.sequences();
             let sums = self.models.actor.likelihood(part)?;
@@ -148,14 +148,13 @@ impl SftTrainer {
         LikelihoodSums::over_ranks(sums.collect::<Result<_>>()?, &self.ranks)
     }
 
-    /// Begins the passes over `rows`. Returns this rank's micro-batches, and how many all ranks
-    /// have.
-    fn begin(&self, phase: Phase, rows: &Batch) -> Result<(Vec<Batch>, usize)> {
+    /// Begins the passes over `rows`, and returns the micro-batches.
+    fn begin(&self, phase: Phase, rows: &Batch) -> Result<Divided<Batch>> {
         let passes = passes(&self.config, &self.ranks, &*self.progress);
-        let (own, count) = passes.divide(rows)?;
-        let units = own.iter().map(|part| part.sequences().len()).sum();
-        self.progress.begin(phase, units);
-        Ok((own, count))
+        let divided = passes.divide(rows)?;
+        let units = divided.own.iter().map(|part| part.sequences().len());
+        self.progress.begin(phase, units.sum());
+        Ok(divided)
     }
 
     /// Fails with [`Interrupted`](crate::Interrupted) if any rank's progress cancels. All ranks
@@ -228,7 +227,8 @@ impl SftTrainer {
     }
 
     /// Returns the current policy parameters, with any adapters merged. Without adapters they are
-    /// shared with the policy.
+    /// shared with the policy. If ranks [divide](candle_grpo_nn::AdamWConfig::divide) the f32
+    /// weights, these are rounded; a checkpoint has the f32 weights.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.models.weights(0).merged()
     }

@@ -2,6 +2,7 @@
 
 use candle_grpo_core::schedule::{CoefSchedule, Decay};
 use candle_grpo_loss::surrogate::Likelihood;
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::Sequence;
@@ -304,12 +305,19 @@ fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
 fn the_steps_of_ranks_are_those_of_one_rank(
     #[case] reward: fn(&Sample) -> f32,
     #[case] batch_size: usize,
+    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
 ) {
     stay_on_cpu();
-    let config = config(DemonstrationConfig {
+    let demonstrations = DemonstrationConfig {
         batch_size,
         ..demonstrations(0.4)
-    });
+    };
+    let config = TrainConfig {
+        sharding,
+        // The gradients of every step are clipped.
+        max_grad_norm: 0.01,
+        ..config(demonstrations)
+    };
     assert_ranks_agree(&[2, 3], || parts(reward, config.clone()), 4);
 }
 

@@ -1,9 +1,11 @@
 //! Settings that fit into memory.
 
-use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::{DecoderConfig, LoraConfig};
 use candle_grpo_train::learn::{Auto, MemoryFit, MemoryPlan, MicroBatchTokens};
-use candle_grpo_train::{ActivationCheckpointing, SamplingConfig, TrainConfig};
+use candle_grpo_train::{ActivationCheckpointing, ComputeDType, SamplingConfig, TrainConfig};
 use rstest::rstest;
+use serde_json::json;
 
 use crate::common;
 
@@ -170,15 +172,22 @@ fn fewer_completions_are_drawn_at_once() {
     assert_eq!(change.unwrap(), ["sampling.max_batch_size: 128"]);
 }
 
-#[test]
-fn several_changes_fit_together() {
-    let mut smallest = TrainConfig {
-        activation_checkpointing: true.into(),
+/// One rank divides nothing.
+#[rstest]
+fn several_changes_fit_together(
+    #[values(Sharding::None, Sharding::Optimizer, Sharding::Resident)] sharding: Sharding,
+) {
+    let config = TrainConfig {
+        sharding,
         ..config()
     };
-    smallest.optimizer.state = candle_grpo_nn::optim::StateForm::Blocks8;
+    let mut smallest = TrainConfig {
+        activation_checkpointing: true.into(),
+        ..config.clone()
+    };
+    smallest.optimizer.state = StateForm::Blocks8;
     let bytes = peak(&smallest, 320);
-    let change = fit(bytes, |fit| fit.smallest_change(&config()));
+    let change = fit(bytes, |fit| fit.smallest_change(&config));
     assert_eq!(
         change.unwrap(),
         [
@@ -187,7 +196,142 @@ fn several_changes_fit_together() {
             "optimizer.state: 8bit",
         ]
     );
-    assert_eq!(fit(1000, |fit| fit.smallest_change(&config())), None);
+    assert_eq!(fit(1000, |fit| fit.smallest_change(&config)), None);
+}
+
+/// A run of four ranks that divide `sharding` fits with one sequence in a pass, as `smallest`.
+///
+/// In f32, where ranks do not divide the weights, its peak is that of drawing, and dividing the
+/// gradients does not help.
+#[rstest]
+#[case::one_more(
+    ComputeDType::F32, Sharding::None, (Sharding::Optimizer, StateForm::F32),
+    &["sharding: optimizer"]
+)]
+#[case::all(
+    ComputeDType::Bf16, Sharding::None, (Sharding::Resident, StateForm::Blocks8),
+    &["sharding: resident", "optimizer.state: 8bit"]
+)]
+#[case::more_than_the_optimizer(
+    ComputeDType::Bf16, Sharding::Optimizer, (Sharding::Resident, StateForm::Blocks8),
+    &["sharding: resident", "optimizer.state: 8bit"]
+)]
+#[case::no_more(
+    ComputeDType::Bf16, Sharding::Resident, (Sharding::Resident, StateForm::Blocks8),
+    &["optimizer.state: 8bit"]
+)]
+fn several_changes_name_what_ranks_divide_once(
+    #[case] compute_dtype: ComputeDType,
+    #[case] sharding: Sharding,
+    #[case] smallest: (Sharding, StateForm),
+    #[case] expected: &[&str],
+) {
+    // Its blocks are larger than the buffers of the ranks.
+    let model = DecoderConfig {
+        hidden_size: 1024,
+        intermediate_size: 4096,
+        num_hidden_layers: 24,
+        ..model()
+    };
+    let plan = |config: &TrainConfig| MemoryPlan::of_rank(&model, config, (PROMPT, 0), 4);
+    let run = TrainConfig {
+        sharding,
+        compute_dtype,
+        ..config()
+    };
+    let mut fits = TrainConfig {
+        activation_checkpointing: true.into(),
+        micro_batch_tokens: Some(320.into()),
+        sharding: smallest.0,
+        ..run.clone()
+    };
+    fits.optimizer.state = smallest.1;
+    let fit = MemoryFit {
+        bytes: plan(&fits).unwrap().peak(),
+        model: &model,
+        prompt_tokens: PROMPT,
+        plan: &plan,
+    };
+    let change = fit.smallest_change(&run).unwrap();
+    let first = ["activation_checkpointing: true", "micro_batch_tokens: 320"];
+    assert_eq!(change, [&first, expected].concat());
+}
+
+/// Settings that the run has already are not named.
+#[test]
+fn several_changes_are_those_that_help() {
+    let mut small = TrainConfig {
+        activation_checkpointing: true.into(),
+        compute_dtype: ComputeDType::Bf16,
+        ..config()
+    };
+    small.optimizer.state = StateForm::Blocks8;
+    let mut smallest = small.clone();
+    smallest.optimizer.master_weights = MasterWeights::Bf16;
+    let bytes = peak(&smallest, 320);
+    let change = fit(bytes, |fit| fit.smallest_change(&small));
+    let expected = ["micro_batch_tokens: 320", "optimizer.master_weights: bf16"];
+    assert_eq!(change.unwrap(), expected);
+}
+
+/// The settings of `run` with `changes`.
+fn changed(run: &TrainConfig, changes: &[String]) -> TrainConfig {
+    let mut settings = serde_json::to_value(run).unwrap();
+    for change in changes {
+        let (key, value) = change.split_once(": ").unwrap();
+        let mut place = &mut settings;
+        for key in key.split('.') {
+            place = &mut place[key];
+        }
+        *place = match value {
+            "{rank: 16, alpha: 32}" => json!({"rank": 16, "alpha": 32}),
+            value => serde_json::from_str(value).unwrap_or_else(|_| value.into()),
+        };
+    }
+    serde_json::from_value(settings).unwrap()
+}
+
+/// In any memory for which there are some.
+#[rstest]
+#[case::one_rank(1, config())]
+#[case::ranks(3, config())]
+#[case::sequences(1, TrainConfig { micro_batch_size: 4, ..config() })]
+#[case::few_layers(1, TrainConfig { activation_checkpointing: ActivationCheckpointing::Layers(1), ..config() })]
+#[case::bf16_masters(2, with_bf16_masters())]
+#[case::adapters(1, TrainConfig { adapters: Some(LoraConfig::all_linear(8, 16.)), ..config() })]
+fn a_run_with_the_changes_is_valid_and_fits(#[case] world_size: usize, #[case] run: TrainConfig) {
+    let model = DecoderConfig {
+        hidden_size: 512,
+        intermediate_size: 1024,
+        ..model()
+    };
+    let plan = |config: &TrainConfig| MemoryPlan::of_rank(&model, config, (PROMPT, 0), world_size);
+    let peak = plan(&run).unwrap().peak();
+    let mut most = 0;
+    for bytes in (1..40).map(|part| peak / 40 * part) {
+        let fit = MemoryFit {
+            bytes,
+            model: &model,
+            prompt_tokens: PROMPT,
+            plan: &plan,
+        };
+        let Some(changes) = fit.smallest_change(&run) else {
+            continue;
+        };
+        let changed = plan(&changed(&run, &changes));
+        assert!(changed.unwrap().peak() <= bytes, "{changes:?}");
+        most = most.max(changes.len());
+    }
+    assert!(most > 3, "{most}");
+}
+
+fn with_bf16_masters() -> TrainConfig {
+    let mut run = TrainConfig {
+        compute_dtype: ComputeDType::Bf16,
+        ..config()
+    };
+    run.optimizer.master_weights = MasterWeights::Bf16;
+    run
 }
 
 #[test]

@@ -313,7 +313,7 @@ fn check_sft(
         .map_err(|error| Exit::Config(error.to_string()))?;
     let mut text = Vec::new();
     match &inputs {
-        Some((dataset, pretrained)) => print_rows(&run, (dataset, ranks), pretrained, &mut text)?,
+        Some((dataset, pretrained)) => print_rows(&run, dataset, pretrained, ranks, &mut text)?,
         None => writeln!(
             text,
             "The rows were not checked: the tokenizer is in the weight file, which is not downloaded yet."
@@ -356,8 +356,9 @@ fn print_frequencies(
 /// Prints the row and token counts, the beginning of the first row, and the memory.
 fn print_rows(
     run: &SftRunConfig,
-    (dataset, ranks): (&SftDataset, Option<usize>),
+    dataset: &SftDataset,
     pretrained: &Pretrained,
+    ranks: Option<usize>,
     out: &mut impl Write,
 ) -> Result<(), Exit> {
     let rows = &dataset.train;
@@ -420,10 +421,7 @@ impl Memory {
         prompts: &RunPrompts,
         ranks: Option<usize>,
     ) -> anyhow::Result<Self> {
-        let mut memory = RunMemory::new(run, model, prompts)?;
-        if let Some(ranks) = ranks {
-            memory = memory.on_ranks(ranks);
-        }
+        let memory = RunMemory::new(run, model, prompts, ranks)?;
         let fitted_tokens = (run.train.fits_micro_batches())
             .then(|| memory.fitted_tokens())
             .transpose()?;

@@ -9,7 +9,8 @@ use candle_grpo::config::{
 };
 use candle_grpo::nn::DecoderConfig;
 use candle_grpo::run::{
-    RunPrompts, device, load_model, load_model_without_weights, load_policy, locate, locate_files,
+    RunPrompts, device, load_model, load_model_without_weights, load_policy_on_ranks, locate,
+    locate_files,
 };
 use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::learn::Ranks;
@@ -173,9 +174,10 @@ pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     built().map_err(|error| Exit::Config(format!("{error:#}")))
 }
 
-/// Loads the model that a run trains.
-pub(super) fn policy(run: &impl Configuration) -> Result<Pretrained, Exit> {
-    load_policy(run).map_err(|error| Exit::Model(format!("{error:#}")))
+/// Loads the model that a run trains, on one of its ranks.
+pub(super) fn policy(run: &impl Configuration, ranks: &Ranks) -> Result<Pretrained, Exit> {
+    let pretrained = load_policy_on_ranks(run, ranks.collective());
+    pretrained.map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
 /// Loads a model.

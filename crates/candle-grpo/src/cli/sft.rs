@@ -33,7 +33,7 @@ fn run(
     files(&mut config, start, console, ranks)?;
     // Everything else is checked before the weights are read.
     let (dataset, _) = load::sft_inputs(&config)?;
-    let pretrained = load::policy(&config)?;
+    let pretrained = load::policy(&config, ranks)?;
     let progress = Arc::new(console.clone());
     let collective = Arc::clone(ranks.collective());
     let mut session =

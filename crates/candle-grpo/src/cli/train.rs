@@ -74,7 +74,7 @@ fn run(
         config.train.micro_batch_tokens = Some(tokens.into());
         console.say(&format!("micro_batch_tokens: auto is {tokens}"));
     }
-    let pretrained = load::policy(&config)?;
+    let pretrained = load::policy(&config, ranks)?;
     let reward = load::rewards(&config)?;
     let progress = Arc::new(console.clone());
     let collective = Arc::clone(ranks.collective());
@@ -196,7 +196,8 @@ fn micro_batch_tokens(
     if let Some(tokens) = ranks.from_first(recorded).map_err(failed)? {
         return Ok(tokens);
     }
-    let own = RunMemory::new(config, model, prompts).and_then(|memory| memory.fitted_tokens());
+    let memory = RunMemory::new(config, model, prompts, None);
+    let own = memory.and_then(|memory| memory.fitted_tokens());
     let own = own.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let all = ranks.gather(own).map_err(failed)?;
     Ok(all.into_iter().min().unwrap_or(own))

@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use candle_grpo_nn::BaseWeights;
+use candle_grpo_collective::Collective;
+use candle_grpo_nn::{BaseWeights, WeightDivision};
 use candle_grpo_train::hub::{HubContent, HubName, Located, MissingFile, TransferError};
 use candle_grpo_train::{ComputeDType, Interrupted};
 use serde_json::{Map, Value};
@@ -182,6 +184,10 @@ pub trait Configuration {
     /// weights.
     fn stored_form(&self) -> (BaseWeights, ComputeDType);
 
+    /// Returns the division of the f32 weights between the ranks in `collective`, if they divide
+    /// them.
+    fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision>;
+
     /// Returns the folder of the run.
     fn run_dir(&self) -> &Path;
 
@@ -240,6 +246,10 @@ impl Configuration for RunConfig {
 
     fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         self.train.stored_form()
+    }
+
+    fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        self.train.division(collective)
     }
 
     fn run_dir(&self) -> &Path {

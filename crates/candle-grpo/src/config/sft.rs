@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Result;
-use candle_grpo_nn::{AdamWConfig, BaseWeights};
+use candle_grpo_collective::Collective;
+use candle_grpo_nn::{AdamWConfig, BaseWeights, WeightDivision};
 use candle_grpo_train::hub::HubContent;
 use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::sft::{SftConfig, SftDataConfig, SftDataset, SftSchedule};
@@ -361,6 +363,10 @@ impl Configuration for SftRunConfig {
 
     fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         self.sft.stored_form()
+    }
+
+    fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        self.sft.division(collective)
     }
 
     fn run_dir(&self) -> &Path {

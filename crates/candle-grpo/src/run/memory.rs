@@ -33,7 +33,8 @@ pub struct RunMemory<'a> {
 }
 
 impl<'a> RunMemory<'a> {
-    /// Creates the memory of a run with this model and these prompts.
+    /// Creates the memory of a run with this model and these prompts. It has as many ranks as this
+    /// process's job, or `ranks`.
     ///
     /// # Errors
     ///
@@ -42,20 +43,14 @@ impl<'a> RunMemory<'a> {
         run: &'a RunConfig,
         model: &'a DecoderConfig,
         prompts: &'a RunPrompts,
+        ranks: Option<usize>,
     ) -> Result<Self> {
         Ok(Self {
             run,
             model,
             prompts,
-            process: ThisProcess::new(run, None)?,
+            process: ThisProcess::new(run, ranks)?,
         })
-    }
-
-    /// Returns the memory on one of `ranks` ranks, whatever the job of this process has.
-    #[must_use]
-    pub fn on_ranks(mut self, ranks: usize) -> Self {
-        self.process.ranks = ranks;
-        self
     }
 
     /// Returns the plan with the settings `train`.
@@ -188,7 +183,7 @@ struct ThisProcess {
     gguf: Option<Gguf>,
     /// The program itself, in bytes.
     program: usize,
-    /// The number of ranks in the job.
+    /// The number of ranks in the run.
     ranks: usize,
 }
 

@@ -2,13 +2,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
-use candle_grpo_collective::launch;
-use candle_grpo_nn::BaseWeights;
+use candle_grpo_collective::{Alone, Collective, launch};
 use candle_grpo_train::{
-    ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device, cuda_device_count, cuda_is_enabled,
+    ChatTemplate, Pretrained, RunDir, cuda_device, cuda_device_count, cuda_is_enabled,
 };
 
 use super::resume::recorded_inputs;
@@ -43,7 +43,7 @@ pub fn device() -> Result<Device> {
 ///
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
-    load_in(config, (BaseWeights::Dense, ComputeDType::F32))
+    load_in(config, Pretrained::load)
 }
 
 /// Loads the model for a run that trains it, as [`load_model`] does. Weights under adapters get the
@@ -53,13 +53,34 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
 ///
 /// Returns an error as [`load_model`] does.
 pub fn load_policy(run: &impl Configuration) -> Result<Pretrained> {
-    load_in(run.model(), run.stored_form())
+    let alone: Arc<dyn Collective> = Arc::new(Alone);
+    load_policy_on_ranks(run, &alone)
 }
 
-fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> Result<Pretrained> {
+/// [`load_policy`] on one of several ranks that share the run. Each weight that they divide is
+/// divided once it is read.
+///
+/// # Errors
+///
+/// Returns an error as [`load_model`] does.
+pub fn load_policy_on_ranks(
+    run: &impl Configuration,
+    collective: &Arc<dyn Collective>,
+) -> Result<Pretrained> {
+    let (base, dtype) = run.stored_form();
+    load_in(run.model(), |path, device| match run.division(collective) {
+        Some(division) => Pretrained::load_divided(path, device, &division),
+        None => Pretrained::load_frozen(path, device, base, dtype),
+    })
+}
+
+fn load_in(
+    config: &ModelConfig,
+    load: impl Fn(&Path, &Device) -> Result<Pretrained>,
+) -> Result<Pretrained> {
     let device = device()?;
     let path = model_path(&config.path)?;
-    let pretrained = Pretrained::load_frozen(&path, &device, base, dtype)?;
+    let pretrained = load(&path, &device)?;
     let pretrained = with_template(pretrained, config)?;
     tracing::info!(
         "{}: {:.1} million parameters, {} layers, {} vocabulary tokens, on {:?}",

@@ -131,9 +131,11 @@ impl Session {
         let longest = prompts.longest_row(&config);
         pretrained.chat_template = config.chat_template(&pretrained)?;
         pretrained.model = pretrained.model.for_rows_of(longest);
-        let (base, dtype) = config.train.stored_form();
-        let model = &pretrained.model;
-        pretrained.parameters = (pretrained.parameters).frozen_as(model, base, dtype.into())?;
+        if !pretrained.parameters.is_divided() {
+            let (base, dtype) = config.train.stored_form();
+            let model = &pretrained.model;
+            pretrained.parameters = (pretrained.parameters).frozen_as(model, base, dtype.into())?;
+        }
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
         let evaluation = EvaluationConfig {
             sampler: sampling(&config.evaluation.sampler),

@@ -8,12 +8,16 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use candle_core::Device;
 use candle_grpo::config::{Document, RunConfig};
-use candle_grpo::run::{Progress, RunPrompts, RunSession, Session, Start, load_model};
+use candle_grpo::run::{
+    Progress, RunPrompts, RunSession, Session, Start, load_model, load_policy_on_ranks,
+};
 use candle_grpo::train::progress::NoProgress;
 use candle_grpo::train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo::train::{Generator, RewardConfig};
 
-use crate::support::{CONFIG, folder};
+use candle_grpo_test_support::on_ranks;
+
+use crate::support::{CONFIG, folder, short_config};
 
 /// Counts calls to the generator that it wraps.
 struct Counting {
@@ -87,4 +91,40 @@ fn a_session_takes_any_generator() -> Result<()> {
     assert_eq!(generator.completions.load(Ordering::SeqCst), 6 * 16);
     assert_eq!(*generator.versions.lock().unwrap(), [0, 1, 2, 3, 4]);
     Ok(())
+}
+
+/// In bf16, where ranks divide the f32 weights while they read them: the run has the same first
+/// weights on any number of ranks.
+#[test]
+fn a_session_of_ranks_goes_on_with_other_ranks() {
+    let folder = folder("");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let run = |world_size: usize, sharding: &str, steps: usize, start: Start| {
+        let config = short_config(steps)
+            .replace("model: model", &format!("model: {}", path("model")))
+            .replace("data.jsonl", &path("data.jsonl"))
+            .replace("run_dir: run", &format!("run_dir: {}", path("run")))
+            + &format!("training: {{sharding: {sharding}, compute_dtype: bf16}}\n");
+        let ranks = on_ranks(world_size, |collective| -> Result<()> {
+            let document = Document::from_yaml(Path::new("run.yaml"), &config)?;
+            let config = RunConfig::new(&document)?;
+            let pretrained = load_policy_on_ranks(&config, &collective)?;
+            let divides = sharding == "resident" && world_size > 1;
+            assert_eq!(pretrained.parameters.is_divided(), divides);
+            let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
+            let reward = RewardConfig::build(&config.rewards, &Device::Cpu)?;
+            let progress = Arc::new(NoProgress);
+            let mut session = Session::on_ranks(
+                config, pretrained, prompts, reward, start, progress, collective,
+            )?;
+            while session.advance()? != Progress::Finished {}
+            assert_eq!(session.trainer().steps(), steps);
+            Ok(())
+        });
+        ranks.into_iter().collect::<Result<()>>().unwrap();
+    };
+    run(3, "resident", 2, Start::New);
+    run(1, "none", 4, Start::Resume);
+    run(2, "optimizer", 6, Start::Resume);
+    run(2, "resident", 8, Start::Resume);
 }

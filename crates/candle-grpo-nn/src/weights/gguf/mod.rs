@@ -14,10 +14,10 @@ use std::io::{self, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
-use candle_core::{DType, Device, Error, Result, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use crate::weights::base_weights::FrozenForm;
-use crate::{BaseWeights, DecoderConfig, Parameters};
+use crate::{BaseWeights, DecoderConfig, Parameters, WeightDivision};
 use candle_grpo_base::atomic_file::write_with;
 use header::{Header, TensorPlace};
 pub use value::GgufValue;
@@ -113,11 +113,40 @@ impl Gguf {
         dtype: DType,
         device: &Device,
     ) -> Result<Parameters> {
+        self.fill(Parameters::to_fill(None, device), base, dtype)
+    }
+
+    /// Like [`Self::parameters`], for weights that ranks divide, as
+    /// [`Parameters::load_folder_divided`].
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::parameters`].
+    pub fn divided_parameters(
+        &self,
+        division: &WeightDivision,
+        device: &Device,
+    ) -> Result<Parameters> {
+        let parameters = Parameters::to_fill(Some(division), device);
+        self.fill(parameters, BaseWeights::Dense, DType::F32)
+    }
+
+    /// Inserts all weights, each after it is read.
+    fn fill(
+        &self,
+        mut parameters: Parameters,
+        base: BaseWeights,
+        dtype: DType,
+    ) -> Result<Parameters> {
         let config = self.config()?;
         let form = FrozenForm::new(&config, base, dtype)?;
-        tensors::read(&self.path, &self.header, &config, &form)
-            .and_then(|tensors| Parameters::from_tensors_in(&config, tensors, &form, device))
-            .map_err(|error| context(&self.path, error))
+        let shapes = config.parameter_shapes();
+        let insert = |name: &str, weight: &Tensor| {
+            parameters.insert_in(&form, name.to_owned(), weight, &shapes[name])
+        };
+        tensors::read(&self.path, &self.header, &config, &form, insert)
+            .map_err(|error| context(&self.path, error))?;
+        Ok(parameters)
     }
 
     /// Size of [`Self::frozen_parameters`] in bytes, computed without reading the weights.

@@ -196,17 +196,18 @@ pub(super) fn num_bytes(
     Ok(bytes.sum())
 }
 
-/// Reads all `config` weights in `form` by their Hugging Face names.
+/// Reads all `config` weights in `form`, and passes each to `insert` with its Hugging Face name. A
+/// tensor is freed before the next is read.
 pub(super) fn read(
     path: &Path,
     header: &Header,
     config: &DecoderConfig,
     form: &FrozenForm,
-) -> Result<HashMap<String, Tensor>> {
+    mut insert: impl FnMut(&str, &Tensor) -> Result<()>,
+) -> Result<()> {
     // Check all shapes before the first read.
     let places = places(header, config)?;
     let mut file = File::open(path)?;
-    let mut parameters = HashMap::new();
     for (name, stored, place) in places {
         let mut read = || -> Result<()> {
             let bytes = bytes(&mut file, place)?;
@@ -223,13 +224,13 @@ pub(super) fn read(
                     _ => whole.clone(),
                 };
                 let part = stored.change.parameter(part)?;
-                parameters.insert(parameter.clone(), form.of(parameter, &part)?);
+                insert(parameter, &form.of(parameter, &part)?)?;
             }
             Ok(())
         };
         read().map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
     }
-    Ok(parameters)
+    Ok(())
 }
 
 /// Quantizes the `config` weights, and the rotary frequency divisors if files contain them.

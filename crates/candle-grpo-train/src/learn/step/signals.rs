@@ -18,7 +18,8 @@ use crate::{Rollout, TrainConfig};
 /// Adds the inputs of `needs` that `batch` has not got yet, such as
 /// [`AdvantageEstimator::needs`](candle_grpo_core::AdvantageEstimator::needs), or all that
 /// [`Needs`](super::Needs) finds in the settings: from passes of the policy before the update, and
-/// of reference, teacher and critic.
+/// of reference, teacher and critic. If a pass of the policy gives old log-probs and entropies, and
+/// the step needs both, both are added.
 ///
 /// # Errors
 ///
@@ -32,6 +33,7 @@ pub fn signals<C: ModelConfig>(
     passes: Passes<'_>,
 ) -> Result<()> {
     let needs = config.with_sources(needs);
+    let of_step = needs | Needs::new(config, None).all();
     for input in needs.iter() {
         if batch.computed.contains(input) {
             continue;
@@ -50,10 +52,7 @@ pub fn signals<C: ModelConfig>(
         let found = match Source::of(input) {
             Source::Rollouts => Some(of_rollouts(batch, input)?),
             Source::GreedyRollouts => batch.groups.greedy_baselines(batch.device())?,
-            Source::Policy => {
-                let needs = needs | Needs::new(config, None).all();
-                of_policy(batch, (input, needs), (models, config), passes)?
-            }
+            Source::Policy => of_policy(batch, (input, of_step), (models, config), passes)?,
             Source::Reference => match &models.reference {
                 Some(reference) => fixed(reference)?,
                 None => absent(input, "reference")?,
@@ -87,7 +86,7 @@ fn of_rollouts(batch: &StepBatch, input: Input) -> Result<Tensor> {
     }
 }
 
-/// Computes `input`, and another of the step's `needs` that the same pass gives.
+/// Computes `input`, and adds another of the step's `needs` that the same pass gives.
 fn of_policy<C: ModelConfig>(
     batch: &mut StepBatch,
     (input, needs): (Input, Inputs),
@@ -96,14 +95,13 @@ fn of_policy<C: ModelConfig>(
 ) -> Result<Option<Tensor>> {
     let (actor, tokens) = (&models.actor, &batch.tokens);
     let other = match input {
-        Input::OldLogProbs => Input::Entropy,
-        _ => Input::OldLogProbs,
+        Input::OldLogProbs => Some(Input::Entropy),
+        Input::Entropy => Some(Input::OldLogProbs),
+        _ => None,
     };
-    let gives_both = needs.contains(other) && !batch.computed.contains(other);
-    let found = match (input, config.old_log_probs) {
-        (Input::OldLogProbs | Input::Entropy, OldLogProbs::Auto | OldLogProbs::Recompute)
-            if gives_both =>
-        {
+    let other = other.filter(|&other| needs.contains(other) && !batch.computed.contains(other));
+    let found = match (input, other, config.old_log_probs) {
+        (_, Some(other), OldLogProbs::Auto | OldLogProbs::Recompute) => {
             let pieces = passes.pieces(tokens, |part| actor.response_log_probs(part))?;
             let log_probs = pieces.joined(|piece| &piece.log_probs)?;
             let entropy = pieces.joined(|piece| &piece.entropy)?;
@@ -115,14 +113,14 @@ fn of_policy<C: ModelConfig>(
             batch.computed = batch.computed | other.into();
             Ok(found)
         }
-        (Input::Entropy, _) => passes.map(tokens, |part| actor.entropy(part)),
-        (Input::SumOfSquaredProbs, _) => {
+        (Input::Entropy, ..) => passes.map(tokens, |part| actor.entropy(part)),
+        (Input::SumOfSquaredProbs, ..) => {
             passes.map(tokens, |part| actor.sum_of_squared_probs(part))
         }
-        (_, OldLogProbs::Auto | OldLogProbs::Recompute) => {
+        (.., OldLogProbs::Auto | OldLogProbs::Recompute) => {
             passes.map(tokens, |part| actor.log_probs(part))
         }
-        (_, OldLogProbs::Sampler) => {
+        (.., OldLogProbs::Sampler) => {
             let mut rows = batch.groups.rollouts.iter().flat_map(Rollout::rows);
             ensure!(
                 rows.all(|(_, completion)| completion.log_probs.is_some()),
@@ -130,7 +128,7 @@ fn of_policy<C: ModelConfig>(
             );
             of_rollouts(batch, Input::RolloutLogProbs)
         }
-        (_, OldLogProbs::Current) => return Ok(None),
+        (.., OldLogProbs::Current) => return Ok(None),
     };
     found.map(Some)
 }

@@ -13,7 +13,7 @@ use candle_grpo_nn::ModelConfig;
 
 use super::{Passes, StepBatch, single};
 use crate::learn::demonstrations::{Demonstrations, demonstration_metrics};
-use crate::learn::micro_batches::MicroBatchSize;
+use crate::learn::micro_batches::{Divided, MicroBatchSize};
 use crate::learn::models::Models;
 use crate::learn::{LikelihoodSums, StepStats, TrainerState, count_prompt_tokens, read_tokens};
 use crate::random::{generator, uniform};
@@ -157,14 +157,14 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             return Ok(());
         };
         let ranks = self.passes.ranks;
-        let (own, _) = self.passes.divide(&mini_batch)?;
+        let divided = self.passes.divide(&mini_batch)?;
         if let Some(critic) = &mut self.models.critic {
             let passes = Passes {
                 progress: &NoProgress,
                 receiver: &NoProgress,
                 ..self.passes
             };
-            update_critic(critic, passes, (&mini_batch, &own), &totals, values)?;
+            update_critic(critic, passes, (&mini_batch, &divided), &totals, values)?;
             self.models.updated = true;
         }
         if self.config.only_critic_trains(self.state.steps) {
@@ -183,7 +183,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             }
             actor.forward_backward_of(&part, &totals, read)
         };
-        let own = passes.accumulate(actor, (&mini_batch, &own), reduces, pass)?;
+        let own = passes.accumulate(actor, (&mini_batch, &divided), reduces, pass)?;
         let stats = self.step_policy()?;
         self.record(stats);
         // After the reduction of the gradients, which is an operation of all ranks as well.
@@ -217,11 +217,11 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
                 size: MicroBatchSize::TokensOfRows(demonstrations.config.micro_batch_tokens),
                 ..self.passes_of_update()
             };
-            let (of_rank, _) = passes.divide(&rows)?;
+            let divided = passes.divide(&rows)?;
             let actor = &mut self.models.actor;
             actor.scale_grad(1. - self.share)?;
             let likelihood = demonstrations.likelihood();
-            own = passes.accumulate_likelihood(actor, (&rows, &of_rank), likelihood, self.share)?;
+            own = passes.accumulate_likelihood(actor, (&rows, &divided), likelihood, self.share)?;
             self.state.visited_demonstrations += rows.sequences().len();
         }
         let stats = self
@@ -420,12 +420,12 @@ impl MiniBatch {
 fn update_critic(
     critic: &mut Critic,
     passes: Passes<'_>,
-    (mini_batch, own): (&TrainingBatch, &[TrainingBatch]),
+    divided: (&TrainingBatch, &Divided<TrainingBatch>),
     totals: &StepTotals,
     values: &mut MetricValues,
 ) -> Result<()> {
     let pass = |critic: &mut Critic, part: &TrainingBatch, _| critic.forward_backward(part, totals);
-    let own = passes.accumulate(critic, (mini_batch, own), true, pass)?;
+    let own = passes.accumulate(critic, divided, true, pass)?;
     let ranks = passes.ranks;
     let stats = critic.clip_grad_and_step()?;
     let mut loss = 0.;
