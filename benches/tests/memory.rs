@@ -17,7 +17,9 @@ use candle_grpo_nn::{
 };
 use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference};
+use candle_grpo_train::learn::{
+    ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference, TeacherPart,
+};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
 use candle_grpo_train::{
@@ -286,7 +288,7 @@ impl Measured {
         self.config.sampling.max_new_tokens = self.response_tokens;
         let sampling = self.config.sampling.clone();
         let mut trainer = Trainer::new(TrainerParts {
-            teacher: teacher.map(|teacher| Arc::new(teacher) as _),
+            teacher: teacher.map(TeacherPart::other),
             demonstrations: demonstrations.transpose()?,
             ..TrainerParts::new(
                 self.model,

@@ -39,6 +39,8 @@ inputs! {
     RefLogProbs => "ref_log_probs",
     /// Log-probs `[B, T]` under a teacher.
     TeacherLogProbs => "teacher_log_probs",
+    /// Tokens `[B, T]` that have a teacher. Absent if all have one.
+    TeacherMask => "teacher_mask",
     /// Critic values `[B, T]`.
     Values => "values",
     /// Entropies `[B, T]`. A loss reads the policy's own, with gradient; an advantage reads those

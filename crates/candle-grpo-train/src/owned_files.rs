@@ -55,6 +55,7 @@ const TRAINER_STATE: &[&str] = &[
     "policy.safetensors",
     "optimizer.safetensors",
     "reference.safetensors",
+    "teacher.safetensors",
     "critic.safetensors",
     "critic_optimizer.safetensors",
     "SHA256SUMS",

@@ -100,6 +100,9 @@ advantage_batch! {
     ref_log_probs,
     /// Log-probs under a teacher, `[B, T]`.
     teacher_log_probs,
+    /// Tokens that have a teacher, `[B, T]` (1 or 0). A teacher does not change the advantages of
+    /// others. If absent, all have one.
+    teacher_mask,
     /// The old policy's squared probabilities, summed over the vocabulary, `[B, T]`.
     sum_of_squared_probs,
     /// Importance weights for samples from another engine, `[B, T]`.
@@ -169,6 +172,18 @@ impl AdvantageBatch {
         match &self.response_mask {
             Some(mask) => Mask::new(mask),
             None => bail!("response_mask: absent, must be given for this estimator"),
+        }
+    }
+
+    /// Returns the tokens in the response mask that have a teacher.
+    pub(crate) fn taught(&self) -> Result<Mask> {
+        let mask = self.mask()?;
+        match &self.teacher_mask {
+            None => Ok(mask),
+            Some(taught) => {
+                mask.check("teacher_mask", taught)?;
+                mask.and(taught)
+            }
         }
     }
 

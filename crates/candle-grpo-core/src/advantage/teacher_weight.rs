@@ -66,6 +66,8 @@ impl TeacherWeight {
         let weight = evidence.minimum((1. + self.clip).ln())?.exp()?;
         let weight = weight.maximum((1. - self.clip).max(0.))?;
         let weighted = (advantages * ((weight * share)? + (1. - share))?)?;
+        let taught = batch.taught()?;
+        let weighted = taught.selected().where_cond(&weighted, advantages)?;
         if self.negative_only {
             advantages.lt(0.)?.where_cond(&weighted, advantages)
         } else {

@@ -202,7 +202,9 @@ impl TokenAdvantage {
                 "teacher_log_probs",
                 batch.teacher_log_probs.as_ref(),
             )?;
-            metrics.push_masked_mean("teacher_kl", &kl, &mask)?;
+            let taught = batch.taught()?;
+            let kl = taught.select(&kl)?;
+            metrics.push_masked_mean("teacher_kl", &kl, &taught)?;
             advantages = (advantages - (kl * distillation.coef)?)?;
         }
         if let Some(weight) = &self.teacher_weight {

@@ -338,6 +338,19 @@ fn distillation_subtracts_the_divergence_from_the_teacher() -> Result<()> {
         assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
         assert_close(&numbers(&got.returns.unwrap())?, &[0.; 12], 0.);
         assert_eq!(got.metrics.to_host()?.get("teacher_kl"), Some(-0.5));
+
+        // The first and the last sequence have no teacher, whatever is in their place.
+        let taught = Tensor::new(&[[0u8; 3], [1; 3], [1; 3], [0; 3]], device)?;
+        let nan = (&teacher * f64::NAN)?;
+        let given = taught.where_cond(&teacher, &nan)?;
+        let batch = batch.teacher_log_probs(&given).teacher_mask(&taught);
+        let got = tokens.estimate(&batch)?;
+        let expected = [0., 0., 0., 1., 0., 0., 1., 1., 0., 0., 0., 0.];
+        assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
+        assert_eq!(got.metrics.to_host()?.get("teacher_kl"), Some(-0.5));
+        let wrong = batch.teacher_mask(&taught.t()?);
+        let error = tokens.estimate(&wrong).unwrap_err().to_string();
+        assert!(error.starts_with("teacher_mask: shape [3, 4]"), "{error}");
     }
     Ok(())
 }

@@ -22,6 +22,7 @@ fn full() -> Result<AdvantageBatch> {
         .rollout_log_probs(&tokens.neg()?)
         .ref_log_probs(&tokens.neg()?)
         .teacher_log_probs(&tokens.neg()?)
+        .teacher_mask(&tokens)
         .entropy(&tokens)
         .sum_of_squared_probs(&tokens)
         .importance_weights(&tokens))
@@ -34,6 +35,7 @@ fn without(input: Input) -> Result<AdvantageBatch> {
         Input::RolloutLogProbs => &mut batch.rollout_log_probs,
         Input::RefLogProbs => &mut batch.ref_log_probs,
         Input::TeacherLogProbs => &mut batch.teacher_log_probs,
+        Input::TeacherMask => &mut batch.teacher_mask,
         Input::Values => &mut batch.values,
         Input::Entropy => &mut batch.entropy,
         Input::SumOfSquaredProbs => &mut batch.sum_of_squared_probs,

@@ -137,6 +137,27 @@ fn a_teacher_weight_follows_its_schedule() -> Result<()> {
 }
 
 #[test]
+fn an_advantage_without_a_teacher_keeps_its_weight() -> Result<()> {
+    let device = Device::Cpu;
+    let ones = Tensor::new(&[[1u8], [1]], &device)?;
+    let batch = AdvantageBatch::new(&Tensor::new(&[-1f64, -1.], &device)?, 1)
+        .response_mask(&ones)
+        .old_log_probs(&Tensor::new(&[[-1f64], [-1.]], &device)?)
+        .teacher_log_probs(&Tensor::new(&[[-9f64], [f64::NAN]], &device)?)
+        .teacher_mask(&Tensor::new(&[[1u8], [0]], &device)?);
+    let tokens = TokenAdvantage {
+        teacher_weight: Some(TeacherWeight {
+            clip: 0.5,
+            ..TeacherWeight::default()
+        }),
+        ..TokenAdvantage::default()
+    };
+    let found = numbers(&tokens.estimate(&batch)?.advantages)?;
+    assert_close(&found, &[-1.5, -1.], 1e-12);
+    Ok(())
+}
+
+#[test]
 fn a_cosine_decay_ends_at_its_end() {
     let schedule = CoefSchedule {
         warmup_steps: 0,

@@ -145,6 +145,10 @@ policy_batch! {
     ref_log_probs: PerToken,
     /// Log-probs `[B, T]` under a teacher, for [`crate::PolicyLoss::distillation`].
     teacher_log_probs: PerToken,
+    /// Positions `[B, T]` (1 or 0) that have a teacher. The terms of
+    /// [`crate::PolicyLoss::distillation`] are 0 at others, and denominators do not change. If
+    /// absent, all have one.
+    teacher_mask: PerToken,
     /// Critic values `[B, T]`, for a custom surrogate.
     values: PerToken,
     /// Log-probs `[B, T]` from the sampling engine, for
@@ -300,6 +304,7 @@ mod tests {
             .selected_tokens(&tokens)
             .prompt_tokens(&sequences)
             .teacher_log_probs(&tokens)
+            .teacher_mask(&tokens)
             .token_weights(&tokens)
             .values(&tokens)
             .groups(&sequences))

@@ -21,6 +21,8 @@ pub(super) struct CheckedBatch {
     pub(super) rollout_log_probs: Option<Tensor>,
     pub(super) ref_log_probs: Option<Tensor>,
     pub(super) teacher_log_probs: Option<Tensor>,
+    /// The tokens that have a teacher.
+    pub(super) taught: Mask,
     values: Option<Tensor>,
     pub(super) advantages: Tensor,
     pub(super) scores: Option<Tensor>,
@@ -76,6 +78,9 @@ impl CheckedBatch {
             ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs.as_ref())?,
             teacher_log_probs: clean
                 .constant("teacher_log_probs", batch.teacher_log_probs.as_ref())?,
+            taught: clean
+                .both("teacher_mask", &batch.teacher_mask)?
+                .unwrap_or_else(|| clean.mask.clone()),
             values: clean.constant("values", batch.values.as_ref())?,
             advantages: clean.spread("advantages", &batch.advantages)?,
             scores: clean.optional_spread("scores", &batch.scores)?,
@@ -84,13 +89,7 @@ impl CheckedBatch {
             token_weights: clean.constant("token_weights", batch.token_weights.as_ref())?,
             groups: batch.groups.as_ref().map(Tensor::detach),
             policy_mask: clean.flags("policy_mask", &batch.policy_mask)?,
-            entropy_mask: match &batch.entropy_mask {
-                Some(kept) => {
-                    clean.mask.check("entropy_mask", kept)?;
-                    Some(clean.mask.and(&kept.detach())?)
-                }
-                None => None,
-            },
+            entropy_mask: clean.both("entropy_mask", &batch.entropy_mask)?,
             selected_tokens: clean.flags("selected_tokens", &batch.selected_tokens)?,
             log_probs,
             old_log_probs,
@@ -230,6 +229,16 @@ impl Cleaner {
         let has_tokens = self.mask.lengths(self.dtype)?.gt(0.)?;
         let weights = has_tokens.where_cond(&per_sequence, &per_sequence.ones_like()?)?;
         Ok(Some(weights))
+    }
+
+    /// Returns the tokens in the mask that are also in `x` `[B, T]`.
+    fn both(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Mask>> {
+        x.as_ref()
+            .map(|x| {
+                self.mask.check(name, x)?;
+                self.mask.and(&x.detach())
+            })
+            .transpose()
     }
 
     /// Cleans a `[B, T]` tensor and detaches it, as u8 flags.

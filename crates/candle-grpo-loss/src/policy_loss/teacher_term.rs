@@ -178,8 +178,10 @@ impl TeacherTerm {
                 "teacher_log_probs: absent, distillation needs the log-probs of a teacher (or set distillation to none)"
             );
         };
-        let mask = &inputs.mask;
+        let mask = &inputs.taught;
         let current = &inputs.log_probs;
+        // Without a teacher, the policy takes its place, so that no value is infinite.
+        let teacher = &mask.selected().where_cond(teacher, &current.detach())?;
         let gap = (teacher - current.detach())?;
         metrics.push_masked_mean("teacher_log_ratio", &gap, mask)?;
         match self.form {
@@ -189,7 +191,7 @@ impl TeacherTerm {
             } => {
                 let gap = match (student, &inputs.rollout_log_probs) {
                     (Student::Current, _) => gap,
-                    (Student::Rollout, Some(rollout)) => (teacher - rollout)?,
+                    (Student::Rollout, Some(rollout)) => mask.select(&(teacher - rollout)?)?,
                     (Student::Rollout, None) => bail!(
                         "rollout_log_probs: absent, distillation.form.advantage.student is rollout"
                     ),
@@ -211,6 +213,7 @@ impl TeacherTerm {
             }
             TeacherTermForm::Loss { kl } => {
                 let kl = kl.per_token(current, teacher, Some(&inputs.old_log_probs))?;
+                let kl = mask.select(&kl)?;
                 metrics.push_masked_mean("teacher_kl", &kl, mask)?;
                 Ok(Some(kl))
             }
@@ -219,7 +222,7 @@ impl TeacherTerm {
                 let gate = (((&gap * (beta / 2.))?.tanh()? + 1.)? * 0.5)?;
                 metrics.push_masked_mean("distillation_gate", &gate, mask)?;
                 metrics.push_masked_mean("distillation_gate_open", &gate.gt(0.5)?, mask)?;
-                let loss = (gate * (teacher - current)?)?;
+                let loss = mask.select(&(gate * (teacher - current)?)?)?;
                 metrics.push_masked_mean("distillation_loss", &loss, mask)?;
                 Ok(Some(loss))
             }

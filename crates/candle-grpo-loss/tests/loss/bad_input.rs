@@ -179,6 +179,7 @@ fn a_wrong_shape_is_an_error_that_names_the_tensor() {
             ("ref_log_probs", batch.clone().ref_log_probs(&wrong)),
             ("entropy", batch.clone().entropy(&wrong)),
             ("entropy_mask", batch.clone().entropy_mask(&wrong)),
+            ("teacher_mask", batch.clone().teacher_mask(&wrong)),
             (
                 "importance_weights",
                 batch.clone().importance_weights(&wrong),

@@ -1,7 +1,11 @@
 //! Values outside the mask change nothing.
 
 use candle_core::{DType, Result, Tensor, Var};
-use candle_grpo_loss::{Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals};
+use candle_grpo_core::{Kl, KlEstimator};
+use candle_grpo_loss::{
+    EarlyWeight, Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals, Student, TeacherTerm,
+    TeacherTermForm,
+};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
@@ -109,6 +113,68 @@ fn the_last_token_of_each_sequence_is_selected() -> Result<()> {
             Mask::new(&mask)?.last()?.to_vec2::<u8>()?,
             [[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
         );
+    }
+    Ok(())
+}
+
+/// Tokens without a teacher have the loss without the term, whatever is in place of its log-probs.
+#[test]
+fn a_teacher_changes_only_the_tokens_that_have_it() -> Result<()> {
+    let early_weight = Some(EarlyWeight::default());
+    let advantage = |early_weight, student| TeacherTermForm::Advantage {
+        early_weight,
+        student,
+    };
+    let kl = |estimator| TeacherTermForm::Loss {
+        kl: Kl::new(estimator),
+    };
+    for device in devices() {
+        let tensor = |rows: [[f64; 3]; 2]| Tensor::new(&rows, device);
+        let mask = Tensor::new(&[[1u8, 1, 1], [1, 1, 0]], device)?;
+        let log_probs = Var::from_tensor(&tensor([[-1., -2., -0.5], [-100., -3., -1.]])?)?;
+        let rollout = tensor([[-1.2, -1.9, -0.4], [-99., -3.1, -1.]])?;
+        let teacher = [[-0.3, -2.5, -1.], [-2., -0.1, -4.]];
+        let advantages = Tensor::new(&[0.7f64, -0.4], device)?;
+        for form in [
+            advantage(None, Student::Current),
+            advantage(early_weight, Student::Current),
+            advantage(None, Student::Rollout),
+            kl(KlEstimator::K1),
+            kl(KlEstimator::K3),
+            TeacherTermForm::Gated { beta: 2. },
+        ] {
+            let term = TeacherTerm {
+                form,
+                ..TeacherTerm::new(0.5)
+            };
+            let compute = |term: Option<TeacherTerm>, teacher: &Tensor, taught: Option<&Tensor>| {
+                let loss = PolicyLoss {
+                    distillation: term,
+                    ..PolicyLoss::gpg()
+                };
+                let mut batch = PolicyBatch::new(&log_probs, &advantages, &mask)
+                    .rollout_log_probs(&rollout)
+                    .teacher_log_probs(teacher);
+                batch.teacher_mask = taught.cloned();
+                let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
+                let gradients = output.loss.backward()?;
+                let gradient = numbers(gradients.get(&log_probs).expect("a gradient"))?;
+                let metrics = output.metrics.to_host()?;
+                Result::Ok((gradient, metrics.get("teacher_log_ratio")))
+            };
+            let (all, _) = compute(Some(term), &tensor(teacher)?, None)?;
+            let (none, _) = compute(None, &tensor(teacher)?, None)?;
+            assert_ne!(all[..3], none[..3]);
+            let first = Tensor::new(&[[1u8, 1, 1], [0, 0, 0]], device)?;
+            for other in [f64::NAN, f64::NEG_INFINITY, -1.] {
+                let given = tensor([teacher[0], [other; 3]])?;
+                let (found, ratio) = compute(Some(term), &given, Some(&first))?;
+                assert_close(&found[..3], &all[..3], 1e-12);
+                assert_close(&found[3..], &none[3..], 1e-12);
+                // 0.7, -0.5 and -0.5.
+                assert_close(&[ratio.unwrap()], &[-0.1], 1e-12);
+            }
+        }
     }
     Ok(())
 }

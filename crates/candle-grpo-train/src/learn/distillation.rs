@@ -82,6 +82,7 @@ impl Distillation<'_> {
             Support::Teacher { k } => Some(k),
             _ => None,
         };
-        self.teacher.distributions(batch, entries, progress)
+        let read = batch.for_teacher();
+        self.teacher.distributions(&read, entries, progress)
     }
 }

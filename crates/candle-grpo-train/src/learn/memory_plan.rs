@@ -15,6 +15,7 @@ use candle_grpo_nn::{
 use super::actor::divides_weights;
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
+use super::self_teacher::SelfTeacherConfig;
 use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 use crate::sequence::response_forward::states_at_once;
 use crate::{CriticConfig, SamplingConfig, TrainConfig};
@@ -188,12 +189,10 @@ impl MemoryPlan {
         };
         Ok(Self {
             weights: plan.weights + copies,
-            reference: match (&config.adapters, needs.reads(Source::Reference)) {
-                (None, true) if config.reference_refresh.is_some() => {
-                    all * (4 + copy_bytes(config.compute_dtype))
-                }
-                (None, true) => all * DType::from(config.compute_dtype).size_in_bytes(),
-                _ => 0,
+            reference: if needs.reads(Source::Reference) && config.adapters.is_none() {
+                policy_copy_bytes(all, config, config.reference_refresh.is_some())
+            } else {
+                0
             },
             sampling: draws.bytes(model, drawn_in),
             packed: draws.packed_bytes(model, config, plan.gradients)?,
@@ -232,6 +231,35 @@ impl MemoryPlan {
         }
     }
 
+    /// Returns this plan with the policy of the shape `model` as its own teacher, which reads
+    /// prompts of up to `prompt_tokens`. With adapters, only those that it follows are copied.
+    ///
+    /// # Errors
+    ///
+    /// If the settings are not valid for the model.
+    pub fn with_self_teacher(
+        self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        (teacher, prompt_tokens): (&SelfTeacherConfig, usize),
+    ) -> Result<Self> {
+        let follows = teacher.refresh.is_some();
+        let shapes = match &config.adapters {
+            None => model.parameter_shapes().into_values().collect(),
+            Some(adapters) if follows => adapter_shapes(adapters, model)?,
+            Some(_) => Vec::new(),
+        };
+        let count = shapes.iter().map(Shape::elem_count).sum();
+        let passes = Update::new(config, prompt_tokens).passes(config.micro_batches()?);
+        let longest = passes.iter().map(|pass| pass.tokens).max();
+        let read = model.forward_bytes(longest.unwrap_or(0), config.compute_dtype.into());
+        Ok(Self {
+            teacher: policy_copy_bytes(count, config, follows),
+            training: self.training.max(read),
+            ..self
+        })
+    }
+
     /// Returns this plan on the CPU in a program of `bytes`, without tensors, that has mimalloc and
     /// keeps freed pages for the next step, as `grpo` does.
     ///
@@ -264,6 +292,18 @@ impl MemoryPlan {
     fn drawing(&self) -> usize {
         self.sampling.max(self.evaluation) + self.packed
     }
+}
+
+/// The bytes of a copy of `count` weights of the policy, which are f32 as well if it `follows` the
+/// policy.
+fn policy_copy_bytes(count: usize, config: &TrainConfig, follows: bool) -> usize {
+    let dtype = config.compute_dtype;
+    count
+        * if follows {
+            4 + copy_bytes(dtype)
+        } else {
+            DType::from(dtype).size_in_bytes()
+        }
 }
 
 /// Completions that are drawn together.

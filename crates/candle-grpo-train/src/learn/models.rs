@@ -7,10 +7,13 @@ use anyhow::{Context, Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::check;
 use candle_grpo_nn::optim::Sharding;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
+use candle_grpo_nn::{
+    BaseWeights, DecoderConfig, LanguageModel, Lora, LoraConfig, ModelConfig, Parameters,
+};
 
 use super::actor::divides_weights;
 use super::needs::{Needs, Source};
+use super::self_teacher::SelfTeacher;
 use super::{Ranks, Reference, ReferenceRefresh, Teacher};
 use crate::checksums::sha256_of_parameters;
 use crate::rollout::PolicyWeights;
@@ -27,8 +30,10 @@ pub struct Models<C: ModelConfig = DecoderConfig> {
     pub reference: Option<Reference<C::Model>>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
-    /// The policy to learn from.
+    /// Another policy to learn from.
     pub teacher: Option<Arc<dyn Teacher>>,
+    /// The copy of the policy to learn from, in place of another.
+    pub(crate) self_teacher: Option<SelfTeacher<C::Model>>,
     /// The critic of [`TrainConfig::critic`].
     pub critic: Option<Critic>,
     /// True if the last [`update`](super::step::update) has changed weights.
@@ -97,6 +102,7 @@ impl<C: ModelConfig> Models<C> {
             reference: None,
             reference_refresh: None,
             teacher: None,
+            self_teacher: None,
             critic: None,
             updated: false,
             base_sha256: OnceCell::new(),
@@ -144,14 +150,34 @@ impl<C: ModelConfig> Models<C> {
         self.actor.sampler_of(&self.model, config)
     }
 
-    /// Lets the reference follow the policy after step `step`, if it is due.
-    pub(super) fn refresh_reference(&mut self, step: usize) -> Result<()> {
+    /// Makes a copy of the policy its teacher.
+    pub(super) fn learn_from_self(&mut self, refresh: Option<ReferenceRefresh>) -> Result<()> {
+        self.self_teacher = Some(SelfTeacher::new(&self.model, &self.actor, refresh)?);
+        Ok(())
+    }
+
+    /// Lets the reference and the teacher follow the policy after step `step`, if it is due.
+    pub(super) fn refresh_copies(&mut self, step: usize) -> Result<()> {
         if let (Some(refresh), Some(reference)) = (self.reference_refresh, &mut self.reference)
-            && step.is_multiple_of(refresh.every_steps)
+            && refresh.is_due(step)
         {
             reference.refresh(self.actor.parameters(), refresh.alpha)?;
         }
+        if let Some(teacher) = &mut self.self_teacher {
+            teacher.refresh(step, (&self.model, &self.actor))?;
+        }
         Ok(())
+    }
+
+    /// Returns the policy to learn from, and the actor that learns.
+    pub(super) fn learning(&mut self) -> (&mut Actor<C::Model>, Option<&dyn Teacher>) {
+        let teacher = teacher_of(self.teacher.as_deref(), self.self_teacher.as_ref());
+        (&mut self.actor, teacher)
+    }
+
+    /// Returns the policy to learn from.
+    pub(super) fn teacher(&self) -> Option<&dyn Teacher> {
+        teacher_of(self.teacher.as_deref(), self.self_teacher.as_ref())
     }
 
     /// Discards all gradients.
@@ -161,6 +187,13 @@ impl<C: ModelConfig> Models<C> {
             critic.zero_grad();
         }
     }
+}
+
+fn teacher_of<'a, M: LanguageModel + Send + Sync>(
+    other: Option<&'a dyn Teacher>,
+    own: Option<&'a SelfTeacher<M>>,
+) -> Option<&'a dyn Teacher> {
+    other.or(own.map(|own| own.reference() as &dyn Teacher))
 }
 
 /// Creates a policy that starts from `parameters`, on one of the ranks, which divide what belongs

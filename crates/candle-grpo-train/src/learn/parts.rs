@@ -17,12 +17,14 @@ use super::collector::{Collect, Collector};
 use super::demonstrations::Demonstrations;
 use super::models::Models;
 use super::needs::Needs;
+use super::self_teacher::SelfTeacherConfig;
 use super::{Ranks, Teacher, Trainer, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::rollout::{LocalGenerator, Trajectories};
-use crate::{Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
+use crate::{ChatTemplate, Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
 use candle_grpo_base::progress::NoProgress;
+use candle_grpo_base::within;
 
 /// The parts of a [`Trainer`]. [`Self::new`] has those that every run has, and the others are
 /// fields to set.
@@ -82,7 +84,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// [`PolicyLoss::distillation`](candle_grpo_loss::PolicyLoss::distillation) and
     /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). It must have
     /// the tokens of the policy.
-    pub teacher: Option<Arc<dyn Teacher>>,
+    pub teacher: Option<TeacherPart>,
     /// The rows of [`TrainConfig::demonstrations`], and the order of their visits, such as
     /// [`MixedOrder::single`].
     pub demonstrations: Option<(Vec<Sequence>, MixedOrder)>,
@@ -105,6 +107,27 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// [`RunInputs::parameters_sha256`](crate::run::RunInputs::parameters_sha256). Absent:
     /// checkpoints compute it.
     pub parameters_sha256: Option<String>,
+}
+
+/// The policy to learn from.
+#[derive(Clone)]
+pub enum TeacherPart {
+    /// Another policy, which does not change.
+    Other(Arc<dyn Teacher>),
+    /// The policy itself, which reads other prompts.
+    Own {
+        /// The settings.
+        config: SelfTeacherConfig,
+        /// Renders prompts that are conversations.
+        chat_template: Option<ChatTemplate>,
+    },
+}
+
+impl TeacherPart {
+    /// Creates [`Self::Other`].
+    pub fn other(teacher: impl Teacher + 'static) -> Self {
+        Self::Other(Arc::new(teacher))
+    }
 }
 
 impl<C: ModelConfig> TrainerParts<C> {
@@ -157,6 +180,10 @@ impl<C: ModelConfig> TrainerParts<C> {
             "none",
             "be given, as recipe.distillation_loss learns from it",
         )?;
+        if let Some(TeacherPart::Own { config, .. }) = &self.teacher {
+            let valid = config.validate(&self.config);
+            valid.map_err(|error| within("teacher", error))?;
+        }
         let world_size = self.collective.world_size();
         let one = format!("be false with {world_size} processes, each of which ends its own part");
         check(
@@ -189,7 +216,20 @@ impl<C: ModelConfig> Trainer<C> {
         let collective = &parts.collective;
         let mut models =
             Models::with_needs(parts.model, parts.parameters, &config, needs, collective)?;
-        models.teacher = parts.teacher;
+        let teacher_prompts = match parts.teacher {
+            None => None,
+            Some(TeacherPart::Other(teacher)) => {
+                models.teacher = Some(teacher);
+                None
+            }
+            Some(TeacherPart::Own {
+                config,
+                chat_template,
+            }) => {
+                models.learn_from_self(config.refresh)?;
+                Some(config.prompts(chat_template)?)
+            }
+        };
         if let Some(sha256) = parts.parameters_sha256 {
             models.base_sha256 = sha256.into();
         }
@@ -239,6 +279,7 @@ impl<C: ModelConfig> Trainer<C> {
             config,
             needs,
             estimator: parts.estimator,
+            teacher_prompts,
             collector,
             source,
             demonstrations: demonstrations.transpose()?,

@@ -43,6 +43,11 @@ pub struct ReferenceRefresh {
 }
 
 impl ReferenceRefresh {
+    /// Returns whether the reference changes after step `step`.
+    pub(super) fn is_due(&self, step: usize) -> bool {
+        step.is_multiple_of(self.every_steps)
+    }
+
     /// Checks the fields.
     ///
     /// # Errors
@@ -169,25 +174,31 @@ impl<M: LanguageModel> Reference<M> {
     pub fn refresh(&mut self, policy: &Parameters, alpha: f64) -> Result<()> {
         ensure_share(alpha)?;
         let (parameters, copies) = self.changing()?;
-        ensure!(
-            policy.len() == parameters.len(),
-            "policy: {} parameters, must be {}, as the reference has",
-            policy.len(),
-            parameters.len()
-        );
-        for (name, own) in parameters.iter() {
-            let Some(other) = policy.get(name) else {
-                bail!("policy: lacks {name}, which the reference has");
-            };
-            let other = other.as_detached_tensor();
-            if alpha == 1. {
-                own.set(&other)?;
-            } else {
-                own.set(&((own.as_detached_tensor() * (1. - alpha))? + (other * alpha)?)?)?;
-            }
-        }
+        mix(parameters, policy, alpha)?;
         Ok(copies.refresh()?)
     }
+}
+
+/// Sets `parameters` to `alpha * policy + (1 - alpha) * parameters`.
+pub(super) fn mix(parameters: &Parameters, policy: &Parameters, alpha: f64) -> Result<()> {
+    ensure!(
+        policy.len() == parameters.len(),
+        "policy: {} parameters, must be {}, as the reference has",
+        policy.len(),
+        parameters.len()
+    );
+    for (name, own) in parameters.iter() {
+        let Some(other) = policy.get(name) else {
+            bail!("policy: lacks {name}, which the reference has");
+        };
+        let other = other.as_detached_tensor().to_dtype(own.dtype())?;
+        if alpha == 1. {
+            own.set(&other)?;
+        } else {
+            own.set(&((own.as_detached_tensor() * (1. - alpha))? + (other * alpha)?)?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Copies `parameters` in `dtype`; those of a custom model keep theirs.

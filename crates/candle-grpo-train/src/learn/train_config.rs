@@ -483,16 +483,20 @@ impl TrainConfig {
         Ok(())
     }
 
-    fn validate_sharding(&self) -> Result<()> {
+    /// Returns whether the ranks divide the f32 weights.
+    pub(super) fn divides_weights(&self) -> bool {
         let has_adapters = self.adapters.is_some();
-        let is_divided = divides_weights(
+        divides_weights(
             &self.optimizer,
             self.compute_dtype,
             has_adapters,
             self.sharding,
-        );
+        )
+    }
+
+    fn validate_sharding(&self) -> Result<()> {
         Ok(check::check(
-            !is_divided || self.reference_refresh.is_none(),
+            !self.divides_weights() || self.reference_refresh.is_none(),
             "sharding",
             "resident",
             "be none or optimizer with reference_refresh, which reads f32 weights",

@@ -17,7 +17,7 @@ use super::rollout_groups::{RolloutGroups, record};
 use super::rollout_log::StepRollouts;
 use super::staleness::staleness_metrics;
 use super::step::{Passes, StepBatch, advantages, signals, update};
-use super::{Ranks, RolloutLogConfig, RolloutRecord, TrainerState};
+use super::{Ranks, RolloutLogConfig, RolloutRecord, TeacherPrompts, TrainerState};
 use crate::environment::ensure_some_worked;
 use crate::rollout::PolicyWeights;
 use crate::{
@@ -40,6 +40,8 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     pub(super) needs: Needs,
     /// A custom estimator in place of the one in the recipe.
     pub(super) estimator: Option<Box<dyn AdvantageEstimator>>,
+    /// The prompts that the teacher reads in place of the policy's.
+    pub(super) teacher_prompts: Option<TeacherPrompts>,
     pub(super) collector: Collector<C>,
     /// Collects the completions of steps with the collector.
     pub(super) source: Box<dyn Collect<C>>,
@@ -187,7 +189,7 @@ impl<C: ModelConfig> Trainer<C> {
             metrics.policy.extend(pools);
         }
         state.skipped_steps += usize::from(metrics.skipped);
-        self.models.refresh_reference(state.steps)?;
+        self.models.refresh_copies(state.steps)?;
         self.state = state;
         metrics.seconds = collection.seconds;
         metrics.seconds.train = start.elapsed().as_secs_f64();
@@ -218,6 +220,20 @@ impl<C: ModelConfig> Trainer<C> {
         if config.sample_weight_column.is_some() {
             let weights = self.sample_weights(batch.groups())?;
             batch = batch.with_sample_weights(Tensor::new(weights, device)?);
+        }
+        if let Some(teacher) = &self.teacher_prompts {
+            let prompt = |&row: &usize| {
+                let prompt = &self.prompts()[row];
+                let tokens = teacher.tokens(prompt, self.tokenizer())?;
+                Ok((prompt.tokens.as_slice(), tokens))
+            };
+            let prompts: Vec<_> = batch
+                .groups()
+                .rows
+                .iter()
+                .map(prompt)
+                .collect::<Result<_>>()?;
+            batch = batch.with_teacher_prompts(&prompts)?;
         }
         let filtered = batch.why_filtered(config)?;
         if filtered.is_some() {

@@ -20,6 +20,7 @@ use crate::checksums::sha256_of_parameters;
 use crate::data::json_lines::read_json;
 use crate::learn::TrainerState;
 use crate::learn::models::Models;
+use crate::learn::self_teacher::SelfTeacher;
 use crate::model::pretrained::write_tokenizer;
 use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::{Critic, Pretrained, Prompt};
@@ -31,6 +32,8 @@ const POLICY: &str = "policy.safetensors";
 /// The folder for adapters in PEFT's format.
 pub(super) const ADAPTER: &str = "adapter";
 const REFERENCE: &str = "reference.safetensors";
+/// The weights of a teacher that follows the policy.
+const TEACHER: &str = "teacher.safetensors";
 const CRITIC: &str = "critic.safetensors";
 const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 
@@ -42,8 +45,8 @@ const DIVERGED: &str = "the run has diverged and is not saved; resume from the l
 #[serde(deny_unknown_fields)]
 struct StateFile {
     state: TrainerState,
-    /// Checksum of the initial weights, if adapters or a fixed reference need them, since they are
-    /// not saved.
+    /// Checksum of the initial weights, if adapters, a fixed reference or a frozen teacher need
+    /// them, since they are not saved.
     base_sha256: Option<String>,
     /// [Names](prompt_names) of the prompts in the state, because their indices change with the
     /// data rows: those with a score, and those of unfinished groups.
@@ -183,6 +186,10 @@ impl<C: ModelConfig> Models<C> {
         {
             parameters.save(&folder.join(REFERENCE))?;
         }
+        let teacher = self.self_teacher.as_ref();
+        if let Some(parameters) = teacher.and_then(SelfTeacher::followed) {
+            parameters.save(&folder.join(TEACHER))?;
+        }
         if let Some(critic) = &self.critic {
             critic.parameters().save(&folder.join(CRITIC))?;
             critic
@@ -287,6 +294,19 @@ impl<C: ModelConfig> Models<C> {
         if let (Some(reference), Some(_)) = (&self.reference, self.reference_refresh) {
             reference.set_values(&read(REFERENCE)?).context(REFERENCE)?;
         }
+        let follows = |teacher: &SelfTeacher<C::Model>| teacher.followed().is_some();
+        let teacher = self
+            .self_teacher
+            .as_mut()
+            .filter(|teacher| follows(teacher));
+        ensure!(
+            teacher.is_some() == folder.join(TEACHER).exists(),
+            "{TEACHER}: a teacher cannot begin to follow the policy, or cease to"
+        );
+        if let Some(teacher) = teacher {
+            let set = teacher.set_values(&read(TEACHER)?, (&self.model, &self.actor));
+            set.context(TEACHER)?;
+        }
         ensure!(
             self.critic.is_some() == folder.join(CRITIC).exists(),
             "{CRITIC}: a run cannot begin to use a critic, or cease to"
@@ -329,13 +349,16 @@ impl<C: ModelConfig> Models<C> {
         Ok(file.state_for(prompts))
     }
 
-    /// Hash of the initial weights, if the adapters or a frozen reference depend on them.
+    /// Hash of the initial weights, if the adapters, a frozen reference or a frozen teacher depend
+    /// on them.
     fn base_sha256(&self) -> Result<Option<String>> {
         let base = match (self.actor.adapters(), &self.reference) {
             (Some(_), _) => Some(self.actor.parameters()),
             (None, Some(reference)) if self.reference_refresh.is_none() => reference.parameters(),
             _ => None,
         };
+        let teacher = self.self_teacher.as_ref();
+        let base = base.or(teacher.and_then(SelfTeacher::frozen));
         let Some(base) = base else {
             return Ok(None);
         };

@@ -44,6 +44,7 @@ pub struct Sequence {
     prompt_len: usize,
     experts: Option<Arc<[u16]>>,
     weight_versions: Option<Arc<[u64]>>,
+    teacher_prompt: Option<Arc<[u32]>>,
 }
 
 impl Sequence {
@@ -80,6 +81,7 @@ impl Sequence {
             prompt_len: 0,
             experts: None,
             weight_versions: None,
+            teacher_prompt: None,
         })
     }
 
@@ -150,6 +152,42 @@ impl Sequence {
             weight_versions: Some(versions.into()),
             ..self
         })
+    }
+
+    /// Sets the prompt tokens that a teacher reads in place of [`Self::prompt`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are none.
+    pub fn with_teacher_prompt(self, prompt: &[u32]) -> Result<Self> {
+        ensure!(
+            !prompt.is_empty(),
+            "teacher_prompt: no tokens, must have at least one"
+        );
+        Ok(Self {
+            teacher_prompt: Some(prompt.into()),
+            ..self
+        })
+    }
+
+    /// Returns this sequence as its teacher reads it: the same response, after the
+    /// [prompt of the teacher](Self::with_teacher_prompt) if there is one.
+    #[must_use]
+    pub fn for_teacher(&self) -> Self {
+        let Some(prompt) = &self.teacher_prompt else {
+            return self.clone();
+        };
+        let unweighted = vec![0.; prompt.len()];
+        Self {
+            tokens: [prompt, self.response()].concat().into(),
+            weights: [&unweighted, &self.weights[self.prompt_len..]]
+                .concat()
+                .into(),
+            prompt_len: prompt.len(),
+            // They belong to other tokens.
+            experts: None,
+            ..self.clone()
+        }
     }
 
     /// Returns this sequence without a token to train on.
@@ -276,6 +314,31 @@ mod tests {
         let row = Sequence::new(vec![1, 2, 3], vec![0., 0.5, 0.]).unwrap();
         assert_eq!(row.read_tokens(), [1]);
         assert_eq!(row.masked().read_tokens(), [1]);
+    }
+
+    #[test]
+    fn a_teacher_reads_the_response_after_its_own_prompt() {
+        let sequence = Sequence::of_answer(&[1, 2], &[3, 4, 5]).unwrap();
+        let sequence = sequence.with_written(&[true, false, true]).unwrap();
+        let sequence = sequence.with_weight_versions(vec![7, 8, 9]).unwrap();
+        assert_eq!(sequence.for_teacher(), sequence);
+        let experts = sequence.clone().with_experts(vec![0; 4]).unwrap();
+        let read = experts.with_teacher_prompt(&[6, 7, 8]).unwrap();
+        assert_eq!(read.prompt(), [1, 2]);
+        let read = read.for_teacher();
+        assert_eq!(
+            (read.prompt(), read.response()),
+            (&[6, 7, 8][..], &[3, 4, 5][..])
+        );
+        assert_eq!(read.weights(), [0., 0., 0., 1., 0., 1.]);
+        assert_eq!(read.weight_versions(), Some(&[7, 8, 9][..]));
+        assert_eq!(read.experts(), None);
+        let masked = sequence.with_teacher_prompt(&[6]).unwrap().masked();
+        assert_eq!(masked.for_teacher().read_tokens(), [6]);
+        assert_eq!(
+            message(masked.with_teacher_prompt(&[])),
+            "teacher_prompt: no tokens, must have at least one"
+        );
     }
 
     #[test]

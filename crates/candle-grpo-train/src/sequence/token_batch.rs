@@ -58,10 +58,20 @@ impl TokenBatch {
 
     /// Returns this batch without replayed experts: the model chooses them.
     pub(crate) fn without_experts(&self) -> Self {
-        let sequences = self.sequences.iter().map(Sequence::without_experts);
+        self.with_sequences(self.sequences.iter().map(Sequence::without_experts))
+    }
+
+    /// Returns this batch as the teacher reads it: [`Sequence::for_teacher`].
+    pub(crate) fn for_teacher(&self) -> Self {
+        self.with_sequences(self.sequences.iter().map(Sequence::for_teacher))
+    }
+
+    /// Returns this batch with `sequences`, which have the same responses with the same weights.
+    pub(crate) fn with_sequences(&self, sequences: impl IntoIterator<Item = Sequence>) -> Self {
         Self {
-            sequences: sequences.collect(),
-            ..self.clone()
+            sequences: sequences.into_iter().collect(),
+            targets: self.targets.clone(),
+            response_mask: self.response_mask.clone(),
         }
     }
 

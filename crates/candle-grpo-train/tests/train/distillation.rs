@@ -9,7 +9,7 @@ use candle_grpo_loss::{DistillationLoss, KlLoss, PolicyLoss, Recipe, StepTotals,
 use candle_grpo_nn::{AdamWConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::learn::{
-    MemoryPlan, Reference, ReferenceRefresh, Teacher, TeacherDistributions,
+    MemoryPlan, Reference, ReferenceRefresh, Teacher, TeacherDistributions, TeacherPart,
 };
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, NotFinite, Progress, Sample, StepMetrics, TokenBatch,
@@ -199,7 +199,7 @@ fn the_gradient_is_added_to_that_of_the_policy(#[values(1, 3, 4)] size: usize) {
 #[case::reverse(DistillationLoss { beta: 1., ..DistillationLoss::default() })]
 fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: DistillationLoss) {
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher())),
+        teacher: Some(TeacherPart::other(teacher())),
         ..parts(nothing, config(loss))
     });
     let metrics = run(&mut trainer, 30);
@@ -220,11 +220,11 @@ fn the_policy_approaches_the_teacher_without_a_reward(#[case] loss: Distillation
 fn the_best_entries_teach_what_their_distribution_does() {
     let loss = best_of(3);
     let mut whole = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher())),
+        teacher: Some(TeacherPart::other(teacher())),
         ..parts(digest, config(loss))
     });
     let mut best = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(best(3))),
+        teacher: Some(TeacherPart::other(best(3))),
         ..parts(digest, config(loss))
     });
     assert_records_close(&run(&mut best, 4), &run(&mut whole, 4));
@@ -241,7 +241,7 @@ fn a_teacher_of_all_sequences_is_asked_once_in_a_step() {
     let teacher = Arc::new(best(2));
     let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(shared),
+        teacher: Some(TeacherPart::Other(shared)),
         ..parts(digest, config)
     });
     run(&mut trainer, 2);
@@ -262,7 +262,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
             Arc::new(teacher())
         };
         TrainerParts {
-            teacher: Some(teacher),
+            teacher: Some(TeacherPart::Other(teacher)),
             ..parts(digest, config)
         }
     };
@@ -286,7 +286,7 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] best: bool, #[case] loss: Di
 #[case::epochs(TrainConfig { epochs: 2, mini_batch_size: Some(5), ..config(best_of(2)) })]
 fn every_form_of_a_policy_learns_from_distributions(#[case] config: TrainConfig) {
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher())),
+        teacher: Some(TeacherPart::other(teacher())),
         ..parts(nothing, config)
     });
     let metrics = run(&mut trainer, 12);
@@ -446,7 +446,7 @@ fn wrong_distributions_of_a_teacher_of_all_sequences_are_named(
     #[case] words: &str,
 ) {
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(Other(make))),
+        teacher: Some(TeacherPart::other(Other(make))),
         ..parts(nothing, config(best_of(2)))
     });
     let text = format!("{:#}", trainer.step().unwrap_err());
@@ -457,7 +457,7 @@ fn wrong_distributions_of_a_teacher_of_all_sequences_are_named(
 fn what_a_teacher_of_all_sequences_cannot_give_is_named() {
     let loss = DistillationLoss::default();
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(best(2))),
+        teacher: Some(TeacherPart::other(best(2))),
         ..parts(nothing, config(loss))
     });
     let text = format!("{:#}", trainer.step().unwrap_err());
@@ -471,7 +471,7 @@ fn what_is_missing_is_named() {
     let text = format!("{error:#}");
     assert!(text.contains("teacher: none, must be given"), "{text}");
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(LogProbsOnly)),
+        teacher: Some(TeacherPart::other(LogProbsOnly)),
         ..parts(nothing, config(best_of(2)))
     });
     let error = trainer.step();

@@ -29,6 +29,7 @@ mod recipes;
 mod resume;
 mod reward_model;
 mod sampler;
+mod self_teacher;
 mod sft;
 #[cfg(feature = "statistics")]
 mod statistics;

@@ -26,7 +26,7 @@ use candle_grpo_loss::{
 };
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::step::Needs;
-use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher};
+use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher, TeacherPart};
 use candle_grpo_train::{
     ComputeDType, Progress, Prompt, RewardFunction, Sample, SamplingConfig, StepMetrics,
     TokenBatch, TrainConfig, TrainerParts, WeightedRewards, evaluate,
@@ -92,7 +92,7 @@ fn every_published_recipe_trains(
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher)),
+        teacher: Some(TeacherPart::other(teacher)),
         ..parts(share_of_a, config)
     });
     let metrics = trainer.step().unwrap();
@@ -644,7 +644,7 @@ fn a_loss_distills_without_a_reward() {
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher)),
+        teacher: Some(TeacherPart::other(teacher)),
         ..parts(nothing, config)
     });
     let metrics = trainer.step().unwrap();
@@ -674,7 +674,7 @@ fn a_teacher_has_the_micro_batches_of_the_policy() {
     let teacher = Arc::new(Noting(teacher, Mutex::default()));
     let shared: Arc<dyn Teacher> = Arc::clone(&teacher) as _;
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(shared),
+        teacher: Some(TeacherPart::Other(shared)),
         ..parts(digest, config)
     });
     trainer.step().unwrap();
@@ -718,7 +718,7 @@ fn a_teacher_is_learned_from() {
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher)),
+        teacher: Some(TeacherPart::other(teacher)),
         ..parts(nothing, config)
     });
     let metrics = trainer.step().unwrap();

@@ -4,14 +4,16 @@ use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{Algorithm, Configuration, RunConfig, SftRunConfig, Sizes};
+use candle_grpo::config::{
+    Algorithm, Configuration, RunConfig, SftRunConfig, Sizes, TeacherConfig,
+};
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::optim::Sharding;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
 use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plans};
 use candle_grpo::train::hub::HubContent;
-use candle_grpo::train::learn::MemoryPlan;
+use candle_grpo::train::learn::{MemoryPlan, ReferenceRefresh};
 use candle_grpo::train::sft::{SftDataset, marked_text};
 use candle_grpo::train::{ComputeDType, Dataset, Pretrained, Prompt};
 use candle_grpo_collective::launch;
@@ -175,14 +177,30 @@ fn print_model(
         name(&run.train.compute_dtype)
     )?;
     if let Some(teacher) = &run.teacher {
-        let model = teacher
-            .model
-            .as_ref()
-            .map(|path| path.display().to_string());
-        let server = "a server".to_owned();
-        writeln!(out, "Teacher: {}.", model.unwrap_or(server))?;
+        writeln!(out, "Teacher: {}.", describe(teacher))?;
     }
     Ok(())
+}
+
+/// Describes a teacher.
+fn describe(teacher: &TeacherConfig) -> String {
+    match (&teacher.model, &teacher.own) {
+        (Some(path), _) => path.display().to_string(),
+        (None, None) => "a server".to_owned(),
+        (None, Some(own)) => {
+            let schedule = match own.refresh {
+                None => "frozen".to_owned(),
+                Some(ReferenceRefresh { every_steps, alpha }) => {
+                    format!("updated every {every_steps} steps with weight {alpha}")
+                }
+            };
+            let prompt = match (&own.prompt_column, &own.prompt) {
+                (Some(column), _) => format!("the column {column:?} as its prompt"),
+                (None, prompt) => format!("the prompt {:?}", prompt.as_deref().unwrap_or("")),
+            };
+            format!("the policy, {schedule}, with {prompt}")
+        }
+    }
 }
 
 /// Returns a choice's name in configuration files.

@@ -323,7 +323,7 @@ impl RunConfig {
             (Some(key), None) => {
                 return Err(Problem::at(
                     &format!("recipe.{key}"),
-                    "given, but there is no teacher: give teacher.model or teacher.server",
+                    "given, but there is no teacher: give teacher.model, teacher.server or teacher.self",
                 ));
             }
             (None, Some(_)) => {
@@ -335,18 +335,26 @@ impl RunConfig {
             (None, None) => return Ok(()),
             (Some(_), Some(teacher)) => teacher,
         };
-        let server = match (&teacher.model, &teacher.server) {
-            (Some(_), None) => return Ok(()),
-            (None, Some(server)) => server,
-            (None, None) => {
+        let server = match (&teacher.model, &teacher.server, &teacher.own) {
+            (Some(_), None, None) => return Ok(()),
+            (None, None, Some(own)) => {
+                return Ok(within("teacher.self", own.validate(&self.train))?);
+            }
+            (None, Some(server), None) => server,
+            (None, None, None) => {
                 return Err(Problem::at(
                     TEACHER,
-                    "must have the key model or the key server",
+                    "must have the key model, the key server or the key self",
                 ));
             }
-            (Some(_), Some(_)) => {
-                let message = "given, must be absent with teacher.model";
-                return Err(Problem::at("teacher.server", message));
+            (model, server, _) => {
+                let with = if model.is_some() { "model" } else { "server" };
+                let key = match server {
+                    Some(_) if model.is_some() => "teacher.server",
+                    _ => "teacher.self",
+                };
+                let message = format!("given, must be absent with teacher.{with}");
+                return Err(Problem::at(key, message));
             }
         };
         within("teacher.server", server.validate_teacher())?;

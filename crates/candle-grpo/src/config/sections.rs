@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 
+use candle_grpo_train::learn::SelfTeacherConfig;
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{ComputeDType, SamplingConfig};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -82,7 +83,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
     }
 }
 
-/// The model that the policy learns from: one of `model` and `server`.
+/// The model that the policy learns from: one of `model`, `server` and `self`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
@@ -95,6 +96,10 @@ pub struct TeacherConfig {
     /// Servers name log-probs at temperature 1, so `sampling.temperature` must be 1 for terms of
     /// the sampled tokens.
     pub server: Option<RolloutConfig>,
+    /// The policy itself, which reads more in its prompt, such as a solution, and scores the same
+    /// completions.
+    #[serde(rename = "self")]
+    pub own: Option<SelfTeacherConfig>,
 }
 
 /// The schedule and sampler for evaluations on held-out prompts.

@@ -9,7 +9,7 @@ use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::data::chat_columns::{self, TOOLS, VARIABLES};
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
-use candle_grpo_train::learn::MemoryPlan;
+use candle_grpo_train::learn::{MemoryPlan, SelfTeacherConfig};
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::SftDataset;
@@ -20,7 +20,7 @@ use candle_grpo_train::{
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-use super::teacher::check_teacher;
+use super::teacher::{check_teacher, self_teacher};
 use crate::config::{Configuration, RunConfig};
 
 /// A run's prompts.
@@ -35,6 +35,8 @@ pub struct RunPrompts {
     pub demonstrations: Option<SftDataset>,
     /// The teacher's shape, if it is a model in this process and [`Self::read`] has checked it.
     pub teacher: Option<DecoderConfig>,
+    /// The policy as its own teacher, with the token count of the longest prompt that it reads.
+    pub self_teacher: Option<(SelfTeacherConfig, usize)>,
 }
 
 impl RunPrompts {
@@ -83,6 +85,7 @@ impl RunPrompts {
             rows.warn("demonstrations");
         }
         Ok(Self {
+            self_teacher: self_teacher(config, dataset, &train, pretrained)?,
             train,
             held_out,
             order,
@@ -102,7 +105,10 @@ impl RunPrompts {
             rows.max().map_or(0, |tokens| tokens.saturating_add(new))
         };
         let rows = self.demonstrations.as_ref().map(SftDataset::longest_row);
+        let read = self.self_teacher.as_ref();
+        let read = read.map(|(_, tokens)| tokens + config.train.sampling.max_new_tokens);
         longest(&self.train, config.train.sampling.max_new_tokens)
+            .max(read.unwrap_or(0))
             .max(longest(
                 &self.held_out,
                 config.evaluation.sampler.max_new_tokens,
@@ -138,6 +144,9 @@ impl RunPrompts {
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
         let lengths = (longest_prompt, longest_row);
         let plan = MemoryPlan::of_rank(model, train, lengths, world_size)?;
+        if let Some((teacher, longest_prompt)) = &self.self_teacher {
+            return plan.with_self_teacher(model, train, (teacher, *longest_prompt));
+        }
         Ok(match &self.teacher {
             Some(teacher) => plan.with_teacher(teacher, train.compute_dtype),
             None => plan,

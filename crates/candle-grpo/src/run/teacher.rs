@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use anyhow::Result;
-use candle_core::Device;
+use anyhow::{Context, Result};
 use candle_grpo_nn::{BaseWeights, DecoderConfig};
-use candle_grpo_train::learn::{Reference, Teacher};
+use candle_grpo_train::learn::{Reference, SelfTeacherConfig, Teacher, TeacherPart};
 use candle_grpo_train::rollout::RolloutConfig;
-use candle_grpo_train::{Pretrained, Prompt};
+use candle_grpo_train::{Dataset, Pretrained, Prompt};
 
 use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
@@ -58,8 +57,46 @@ pub(super) fn check_teacher(
     Ok(Some(teacher.model))
 }
 
-/// Loads a run's teacher, if it has one, for rows with up to `longest_row` tokens. `device` is the
-/// policy's.
+/// Returns the settings of a policy that is its own teacher, with the token count of the longest
+/// prompt that it reads in place of those in `train`.
+///
+/// # Errors
+///
+/// Returns an error with file and line if a row has no prompt for the teacher, and with the key's
+/// line if a prompt is too long for the positions of the model.
+pub(super) fn self_teacher(
+    config: &RunConfig,
+    dataset: &Dataset,
+    train: &[Prompt],
+    pretrained: &Pretrained,
+) -> Result<Option<(SelfTeacherConfig, usize)>> {
+    let Some(own) = config.teacher.iter().find_map(|x| x.own.as_ref()) else {
+        return Ok(None);
+    };
+    let prompts = own.prompts(config.chat_template(pretrained)?)?;
+    let mut longest = 0;
+    for prompt in train {
+        let tokens = prompts.tokens(prompt, &pretrained.tokenizer);
+        let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
+            Some(row) => row.place(),
+            None => format!("prompt {}", prompt.index),
+        });
+        longest = longest.max(tokens?.len());
+    }
+    let positions = pretrained.model.max_position_embeddings;
+    let length = config.train.sampling.max_new_tokens;
+    if longest.saturating_add(length) > positions {
+        let message = format!(
+            "a prompt of {longest} tokens, must be at most {}: the model has {positions} positions, and completions up to {length} tokens",
+            positions.saturating_sub(length)
+        );
+        return Err(config.error("teacher.self", &message).into());
+    }
+    Ok(Some((own.clone(), longest)))
+}
+
+/// Loads a run's teacher, if it has one, for rows with up to `longest_row` tokens. `policy` is the
+/// model that trains.
 ///
 /// # Errors
 ///
@@ -69,20 +106,27 @@ pub(super) fn load_teacher(
     config: &RunConfig,
     prompts: &[Prompt],
     longest_row: usize,
-    device: &Device,
-) -> Result<Option<Arc<dyn Teacher>>> {
-    let Some(TeacherConfig { model, server }) = &config.teacher else {
+    policy: &Pretrained,
+) -> Result<Option<TeacherPart>> {
+    let Some(TeacherConfig { model, server, own }) = &config.teacher else {
         return Ok(None);
     };
+    if let Some(own) = own {
+        return Ok(Some(TeacherPart::Own {
+            config: own.clone(),
+            chat_template: policy.chat_template.clone(),
+        }));
+    }
     let wrong = |key: &str, error: anyhow::Error| config.error(key, &format!("{error:#}"));
     if let Some(server) = server {
         let teacher = on_servers(server, longest_sequence(config, prompts));
         let teacher = teacher.map_err(|error| wrong("teacher.server", error))?;
-        return Ok(Some(teacher));
+        return Ok(Some(TeacherPart::Other(teacher)));
     }
     let Some(model) = model else {
         return Ok(None);
     };
+    let device = policy.parameters.device();
     let load = || -> Result<Reference> {
         let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
         let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
@@ -90,7 +134,7 @@ pub(super) fn load_teacher(
         Reference::shared(&shape, &teacher.parameters, dtype)
     };
     let teacher = load().map_err(|error| wrong("teacher.model", error))?;
-    Ok(Some(Arc::new(teacher)))
+    Ok(Some(TeacherPart::other(teacher)))
 }
 
 #[cfg(feature = "engines")]

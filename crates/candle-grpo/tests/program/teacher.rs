@@ -107,12 +107,40 @@ fn a_teacher_that_does_not_fit_is_named() {
         (
             "{model: teacher}",
             "{}",
-            Some("run.yaml:3: teacher: must have the key model or the key server"),
+            Some("run.yaml:3: teacher: must have the key model, the key server or the key self"),
         ),
         (
             "{model: teacher}",
             "{model: teacher, server: {engine: vllm, base_url: 'http://a'}}",
             Some("run.yaml:3: teacher.server: given, must be absent with teacher.model"),
+        ),
+        (
+            "{model: teacher}",
+            "{model: teacher, self: {prompt: '{prompt}b'}}",
+            Some("run.yaml:3: teacher.self: given, must be absent with teacher.model"),
+        ),
+        (
+            "{model: teacher}",
+            "{server: {engine: vllm, base_url: 'http://a'}, self: {prompt: '{prompt}b'}}",
+            Some("run.yaml:3: teacher.self: given, must be absent with teacher.server"),
+        ),
+        ("{model: teacher}", "{self: {prompt: '{prompt}b'}}", None),
+        (
+            "{model: teacher}",
+            "{self: {}}",
+            Some("run.yaml:3: teacher.self.prompt: absent, must be given, or prompt_column"),
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}b', refresh: {every_steps: 0}}}",
+            Some("run.yaml:3: teacher.self.refresh.every_steps: 0, must be at least 1"),
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}ababababababababababab'}}",
+            Some(
+                "run.yaml:3: teacher.self: a prompt of 25 tokens, must be at most 18: the model has 24 positions",
+            ),
         ),
         (
             "{model: teacher}",
@@ -177,6 +205,64 @@ fn a_teacher_that_does_not_fit_is_named() {
             }
         }
     }
+}
+
+/// The policy learns to answer as if its prompt ended in other letters.
+#[rstest]
+#[case::frozen("", false)]
+#[case::moving_average(", refresh: {every_steps: 1, alpha: 0.05}", true)]
+fn the_policy_learns_from_itself_and_resumes_bit_identically(
+    #[case] refresh: &str,
+    #[case] is_saved: bool,
+) {
+    let teacher = format!("teacher: {{self: {{prompt_column: hint{refresh}}}}}\n");
+    let config = CONFIG
+        .replace("teacher: {model: teacher}\n", &teacher)
+        .replace(
+            OF_TOKENS,
+            "{policy_loss: {loss_coef: 0}, distillation_loss: {}}",
+        )
+        .replace("model: model", "model: first");
+    let whole = folder(&config);
+    let resumed = folder(&config.replace("max_steps: 40", "max_steps: 20"));
+    for folder in [&whole, &resumed] {
+        write_long_model(&folder.path().join("fresh"), "abcde", 24, 4);
+        train_alone(folder.path(), "fresh", "first");
+        let output = grpo(folder.path(), &["check", "run.yaml"]);
+        assert_eq!(output.status.code(), Some(4), "{}", said(&output));
+        let words = "data.jsonl:1: the teacher's prompt 0: column \"hint\": absent";
+        assert!(said(&output).contains(words), "{}", said(&output));
+        let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
+        let row = |prompt: &&str| json!({"prompt": prompt, "hint": format!("{prompt}bcdb")});
+        let rows: Vec<String> = rows.iter().map(|prompt| row(prompt).to_string()).collect();
+        std::fs::write(folder.path().join("data.jsonl"), rows.join("\n")).unwrap();
+    }
+    let printed = succeeds(whole.path(), &["check", "run.yaml"]);
+    let schedule = if is_saved {
+        "updated every 1 steps with weight 0.05"
+    } else {
+        "frozen"
+    };
+    let line = format!("Teacher: the policy, {schedule}, with the column \"hint\" as its prompt.");
+    assert!(printed.contains(&line), "{printed}");
+    assert!(printed.contains(", teacher 1 MiB,"), "{printed}");
+    succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
+    succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
+    std::fs::write(resumed.path().join("run.yaml"), &config).unwrap();
+    succeeds(
+        resumed.path(),
+        &["train", "run.yaml", "--quiet", "--resume"],
+    );
+    let metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics, lines(&resumed.path().join("run/metrics.jsonl")));
+    let checkpoint = whole.path().join("run/checkpoints/step-000040");
+    assert_eq!(checkpoint.join("teacher.safetensors").exists(), is_saved);
+    let mean = |steps: std::ops::Range<usize>| {
+        let all = steps.map(|step| metrics[step]["divergence"].as_f64().unwrap());
+        all.sum::<f64>() / 5.
+    };
+    let (first, last) = (mean(0..5), mean(35..40));
+    assert!(first > 1e-4 && last < 0.7 * first, "{first} {last}");
 }
 
 #[test]

@@ -65,7 +65,7 @@ mod update;
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::selection::{FilterBatch, SampleFilter};
@@ -169,6 +169,35 @@ impl StepBatch {
     pub fn with_sample_weights(mut self, weights: Tensor) -> Self {
         self.sample_weights = Some(weights);
         self
+    }
+
+    /// Sets the prompts that a teacher reads, one pair for each group: the tokens at the start of
+    /// its sequences, and those in their place.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is not one pair for each group, or a sequence begins with other tokens.
+    pub fn with_teacher_prompts(mut self, prompts: &[(&[u32], Vec<u32>)]) -> Result<Self> {
+        let groups = self.groups.rows.len();
+        ensure!(
+            prompts.len() == groups,
+            "prompts: {}, must be one for each of {groups} groups",
+            prompts.len()
+        );
+        let group = |trajectory| trajectory / self.groups.num_generations;
+        let groups = (0..self.groups.rollouts.len()).map(group);
+        let groups = self.trajectories.repeat(groups);
+        let pairs = groups.into_iter().zip(self.tokens.sequences()).enumerate();
+        let sequences = pairs.map(|(number, (group, sequence))| {
+            let (own, read) = &prompts[group];
+            let rest = sequence.prompt().strip_prefix(*own).with_context(|| {
+                format!("sequence {number}: its prompt does not begin with that of its row, for which the teacher reads another")
+            })?;
+            sequence.clone().with_teacher_prompt(&[read, rest].concat())
+        });
+        let sequences = sequences.collect::<Result<Vec<_>>>()?;
+        self.tokens = self.tokens.with_sequences(sequences);
+        Ok(self)
     }
 
     /// Returns the advantages, f32 `[S]` or `[S, T]`, once [`advantages`] has added them.

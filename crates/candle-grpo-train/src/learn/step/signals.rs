@@ -13,7 +13,7 @@ use crate::learn::models::Models;
 use crate::learn::needs::Source;
 use crate::learn::staleness::effective_sample_share;
 use crate::learn::{OldLogProbs, Teacher, rollout_log_probs};
-use crate::{Rollout, TrainConfig};
+use crate::{Rollout, TokenBatch, TrainConfig};
 
 /// Adds the inputs of `needs` that `batch` has not got yet, such as
 /// [`AdvantageEstimator::needs`](candle_grpo_core::AdvantageEstimator::needs), or all that
@@ -40,7 +40,7 @@ pub fn signals<C: ModelConfig>(
         }
         let tokens = &batch.tokens;
         let temperature = config.sampling.temperature;
-        let fixed = |policy: &dyn Teacher| {
+        let fixed = |policy: &dyn Teacher, tokens: &TokenBatch| {
             let parts = if policy.takes_micro_batches() {
                 passes
             } else {
@@ -54,11 +54,11 @@ pub fn signals<C: ModelConfig>(
             Source::GreedyRollouts => batch.groups.greedy_baselines(batch.device())?,
             Source::Policy => of_policy(batch, (input, of_step), (models, config), passes)?,
             Source::Reference => match &models.reference {
-                Some(reference) => fixed(reference)?,
+                Some(reference) => fixed(reference, tokens)?,
                 None => absent(input, "reference")?,
             },
-            Source::Teacher => match models.teacher.as_deref() {
-                Some(teacher) => fixed(teacher)?,
+            Source::Teacher => match models.teacher() {
+                Some(teacher) => fixed(teacher, &tokens.for_teacher())?,
                 None => absent(input, "teacher")?,
             },
             Source::Critic => match &models.critic {

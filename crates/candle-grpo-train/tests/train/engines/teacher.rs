@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, Recipe, Support};
 use candle_grpo_test_support::{Reply, WATCHDOG, stay_on_cpu};
-use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions};
+use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions, TeacherPart};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::{
     Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
@@ -410,7 +410,7 @@ fn requests_are_at_the_same_time_whatever_the_micro_batches() {
     };
     let teacher = ServerTeacher::new(&self::config(&setup)).unwrap();
     let mut trainer = trainer_of(TrainerParts {
-        teacher: Some(Arc::new(teacher)),
+        teacher: Some(TeacherPart::other(teacher)),
         ..parts(digest, config)
     });
     trainer.step().unwrap();
@@ -455,7 +455,7 @@ fn steps_with_a_server_are_those_with_a_model_in_this_process(#[case] engine: En
     stay_on_cpu();
     let run = |teacher: Arc<dyn Teacher>| {
         let mut trainer = trainer_of(TrainerParts {
-            teacher: Some(teacher),
+            teacher: Some(TeacherPart::Other(teacher)),
             ..parts(digest, distillation())
         });
         common::run(&mut trainer, 4)
@@ -484,7 +484,7 @@ fn steps_of_distributions_are_those_with_a_model_in_this_process(#[case] engine:
     config.sampling.temperature = 0.9;
     let run = |teacher: Arc<dyn Teacher>| {
         let mut trainer = trainer_of(TrainerParts {
-            teacher: Some(teacher),
+            teacher: Some(TeacherPart::Other(teacher)),
             ..parts(digest, config.clone())
         });
         common::run(&mut trainer, 4)

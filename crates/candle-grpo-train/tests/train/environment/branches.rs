@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use candle_grpo_train::environment::{Environments, EpisodeTurn};
-use candle_grpo_train::learn::{OldLogProbs, Reference, StepReturns, TurnAdvantage};
+use candle_grpo_train::learn::{OldLogProbs, Reference, StepReturns, TeacherPart, TurnAdvantage};
 use candle_grpo_train::rollout::{Play, Row, Trajectories};
 use candle_grpo_train::run::{BranchPlace, RolloutLogConfig, RolloutRecord, TurnRole};
 use candle_grpo_train::{
@@ -174,7 +174,7 @@ fn losses_that_take_each_row_for_a_sequence_are_named(#[case] loss: &str, #[case
     let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let mut trainer = trainer_of(TrainerParts {
         environments: Some(Arc::new(Apart(environments(echo(3))))),
-        teacher: Some(Arc::new(teacher)),
+        teacher: Some(TeacherPart::other(teacher)),
         ..parts(WeightedRewards::new(), config)
     });
     let error = trainer.step().unwrap_err();

@@ -343,7 +343,7 @@ fn a_section_without_keys_has_the_defaults(#[case] text: &str) {
 )]
 #[case(
     "max_steps: 3\npreset: gkd\n",
-    "run.yaml:10: recipe.distillation_loss: given, but there is no teacher: give teacher.model or teacher.server"
+    "run.yaml:10: recipe.distillation_loss: given, but there is no teacher: give teacher.model, teacher.server or teacher.self"
 )]
 #[case(
     "preset: grop\n",

@@ -1,0 +1,178 @@
+//! The policy as its own teacher.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+use candle_core::Tensor;
+use candle_grpo_core::validate::check;
+use candle_grpo_nn::{Decoder, LanguageModel, Lora, ModelConfig, Parameters};
+use serde::{Deserialize, Serialize};
+
+use super::actor::Actor;
+use super::reference::{Reference, ReferenceRefresh, mix};
+use super::teacher_prompts::TeacherPrompts;
+use crate::{ChatTemplate, TrainConfig};
+use candle_grpo_base::within;
+
+/// The policy as its own teacher: it reads more in its prompt, such as a solution, and scores the
+/// same completion. The policy learns to answer without it (SDFT,
+/// <https://arxiv.org/abs/2601.19897>; SDPO, <https://arxiv.org/abs/2601.20802>; RLSD,
+/// <https://arxiv.org/abs/2604.03128>).
+///
+/// ```
+/// use candle_grpo_train::TrainConfig;
+/// use candle_grpo_train::learn::{ReferenceRefresh, SelfTeacherConfig};
+///
+/// let config = SelfTeacherConfig {
+///     prompt: Some("{question}\n\nA correct answer is:\n{solution}".to_owned()),
+///     // A moving average of the policy.
+///     refresh: Some(ReferenceRefresh { every_steps: 1, alpha: 0.05 }),
+///     ..SelfTeacherConfig::default()
+/// };
+/// config.validate(&TrainConfig::default())?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct SelfTeacherConfig {
+    /// Template of the teacher's prompt, with `{column}` for columns, and `{prompt}` for the
+    /// policy's prompt. It takes the place of the prompt: of the last message in a conversation,
+    /// otherwise of the whole text.
+    pub prompt: Option<String>,
+    /// Column with the teacher's prompt, in place of `prompt`: a text, or messages, which are the
+    /// whole conversation.
+    pub prompt_column: Option<String>,
+    /// Updates of the teacher from the policy, with the keys of `reference_refresh`:
+    /// `{every_steps: 1, alpha: 0.05}` is a moving average, and `{every_steps: 10}` copies the
+    /// policy every 10 steps. Absent: the teacher is the initial policy.
+    pub refresh: Option<ReferenceRefresh>,
+}
+
+impl SelfTeacherConfig {
+    /// Checks the options, for a run with the settings `train`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is not valid, or there is not exactly one source of prompts.
+    pub fn validate(&self, train: &TrainConfig) -> Result<()> {
+        self.prompts(None)?;
+        let Some(refresh) = &self.refresh else {
+            return Ok(());
+        };
+        refresh
+            .validate()
+            .map_err(|error| within("refresh", error))?;
+        Ok(check(
+            !train.divides_weights(),
+            "refresh",
+            "given",
+            "be absent with sharding: resident, as it reads f32 weights",
+        )?)
+    }
+
+    /// Returns the prompts of the teacher. `chat_template` renders conversations.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is not exactly one source of prompts, or the template is not valid.
+    pub fn prompts(&self, chat_template: Option<ChatTemplate>) -> Result<TeacherPrompts> {
+        let (prompt, column) = (self.prompt.as_deref(), self.prompt_column.as_deref());
+        TeacherPrompts::new(prompt, column, chat_template)
+    }
+}
+
+/// A copy of the policy, which reads the prompts of a teacher.
+pub(crate) struct SelfTeacher<M = Decoder> {
+    reference: Reference<M>,
+    /// The adapters that the reference has, if they train and it follows them.
+    adapters: Option<Lora>,
+    refresh: Option<ReferenceRefresh>,
+}
+
+impl<M: LanguageModel> SelfTeacher<M> {
+    /// Creates a copy of the policy in `actor`, of shape `model`. With adapters, it shares the
+    /// frozen parameters.
+    pub(super) fn new<C: ModelConfig<Model = M>>(
+        model: &C,
+        actor: &Actor<M>,
+        refresh: Option<ReferenceRefresh>,
+    ) -> Result<Self> {
+        let follows = refresh.is_some();
+        let adapters = actor.adapters().filter(|_| follows);
+        let adapters = adapters.map(|adapters| adapters.copy_to(actor.parameters().device()));
+        let adapters = adapters.transpose()?;
+        Ok(Self {
+            reference: match &adapters {
+                Some(adapters) => with_adapters(model, actor, adapters)?,
+                None => actor.reference_of(model, follows)?,
+            },
+            adapters,
+            refresh,
+        })
+    }
+
+    /// Lets the teacher follow the policy after step `step`, if it is due.
+    pub(super) fn refresh<C: ModelConfig<Model = M>>(
+        &mut self,
+        step: usize,
+        (model, actor): (&C, &Actor<M>),
+    ) -> Result<()> {
+        let Some(refresh) = self.refresh.filter(|refresh| refresh.is_due(step)) else {
+            return Ok(());
+        };
+        match &self.adapters {
+            Some(own) => {
+                mix(own.parameters(), actor.trained(), refresh.alpha)?;
+                self.reference = with_adapters(model, actor, own)?;
+                Ok(())
+            }
+            None => self.reference.refresh(actor.parameters(), refresh.alpha),
+        }
+    }
+
+    /// Returns the model.
+    pub(super) fn reference(&self) -> &Reference<M> {
+        &self.reference
+    }
+
+    /// Returns the weights that a checkpoint has: those of a teacher that follows the policy.
+    pub(crate) fn followed(&self) -> Option<&Parameters> {
+        self.refresh?;
+        let adapters = self.adapters.as_ref().map(Lora::parameters);
+        adapters.or(self.reference.parameters())
+    }
+
+    /// Returns the weights that never change, unless they are those under adapters.
+    pub(crate) fn frozen(&self) -> Option<&Parameters> {
+        let is_frozen = self.refresh.is_none();
+        self.reference.parameters().filter(|_| is_frozen)
+    }
+
+    /// Replaces [`Self::followed`].
+    pub(crate) fn set_values<C: ModelConfig<Model = M>>(
+        &mut self,
+        values: &HashMap<String, Tensor>,
+        (model, actor): (&C, &Actor<M>),
+    ) -> Result<()> {
+        match &self.adapters {
+            Some(own) => {
+                own.parameters().set_values(values)?;
+                self.reference = with_adapters(model, actor, own)?;
+                Ok(())
+            }
+            None => self.reference.set_values(values),
+        }
+    }
+}
+
+/// Creates the policy with `adapters`. Their copies in the dtype of the computation do not change
+/// with them.
+fn with_adapters<C: ModelConfig>(
+    model: &C,
+    actor: &Actor<C::Model>,
+    adapters: &Lora,
+) -> Result<Reference<C::Model>> {
+    let dtype = actor.config().compute_dtype;
+    Reference::with_adapters(model, actor.parameters(), adapters, dtype)
+}
