@@ -9,11 +9,8 @@ mod args;
 mod bandwidth;
 mod case;
 mod cases;
-<<<<<<< HEAD
-mod median;
-=======
 mod connection;
->>>>>>> brTK
+mod median;
 mod memory;
 mod model;
 mod noise;
@@ -24,11 +21,8 @@ mod serve;
 mod training;
 
 pub use allocator::{Counting, peak, peak_bytes, restart_peak};
-<<<<<<< HEAD
-pub use median::median;
-=======
 pub use connection::Connection;
->>>>>>> brTK
+pub use median::median;
 pub use model::{decoder_in, read_model};
 pub use run::main;
 pub use training::training_main;
