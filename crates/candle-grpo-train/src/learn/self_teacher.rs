@@ -174,5 +174,5 @@ fn with_adapters<C: ModelConfig>(
     adapters: &Lora,
 ) -> Result<Reference<C::Model>> {
     let dtype = actor.config().compute_dtype;
-    Reference::with_adapters(model, actor.parameters(), adapters, dtype)
+    Reference::with_adapters(model, actor.parameters(), Some(adapters), dtype)
 }
