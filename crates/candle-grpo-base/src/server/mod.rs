@@ -541,9 +541,9 @@ mod tests {
 
     fn post(server: &Server, fields: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(server.address()).unwrap();
-        let head = format!("POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{fields}\r\n\r\n");
-        stream.write_all(head.as_bytes()).unwrap();
-        stream.write_all(body.as_bytes()).unwrap();
+        let request =
+            format!("POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{fields}\r\n\r\n{body}");
+        stream.write_all(request.as_bytes()).unwrap();
         stream
     }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use candle_grpo_test_support::AGENT_START;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::{folder, grpo, lines, said, short_config, succeeds};
 use crate::train::assert_same_run;
@@ -104,21 +104,21 @@ fn agents_without_a_report_are_scored_by_the_rewards_of_the_run() {
 #[cfg(unix)]
 #[test]
 fn rewards_of_agents_and_of_the_run_add_up() {
-    let rewards = "rewards: [{kind: regex, pattern: '^[ab]'}]";
+    let rewards = "rewards: [{kind: regex, pattern: '.'}]";
     let folder = folder(&config(1).replace("rewards: []", rewards));
-    write_agent(folder.path(), AGENT);
+    let draws = AGENT.split("value =").next().unwrap();
+    let report = "post(os.environ['GRPO_EPISODE_URL'] + '/reward', {'value': 0.5, 'done': True})";
+    write_agent(folder.path(), &format!("{draws}{report}"));
     succeeds(folder.path(), &["train", "run.yaml"]);
     let records = lines(&folder.path().join("run/rollouts.jsonl"));
-    let reward = |record: &Value, name: &str| record["rewards"][name].as_f64().unwrap();
     for record in &records {
-        let completion = record["completion"].as_str().unwrap();
-        let scored = f64::from(u8::from(completion.starts_with(['a', 'b'])));
-        assert_eq!(reward(record, "regex"), scored, "{record}");
-        let sum = reward(record, "environment") + scored;
-        assert_eq!(record["reward"], Value::from(sum), "{record}");
+        let has_text = record["completion"] != "";
+        let scored = f64::from(u8::from(has_text));
+        let expected = json!({"environment": 0.5, "regex": scored});
+        assert_eq!(record["rewards"], expected, "{record}");
+        assert_eq!(record["reward"], 0.5 + scored, "{record}");
     }
-    let both = |record: &Value| reward(record, "environment") > 0. && reward(record, "regex") > 0.;
-    assert!(records.iter().any(both));
+    assert!(records.iter().any(|record| record["reward"] == 1.5));
 }
 
 #[test]

@@ -246,6 +246,27 @@ import os, sys
 path = os.path.realpath(sys.executable)
 sys.exit(os.stat(path).st_mode & 5 != 5)";
 
+/// A launcher, such as that of pyenv, reads its settings and starts the interpreter.
+#[test]
+fn a_launcher_of_python_need_not_be_visible() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let (launcher, settings) = (
+        folder.path().join("python3"),
+        folder.path().join("settings"),
+    );
+    let (mut program, _folder) = program("import sys\nprint(sys.executable)", &small());
+    let python = program.command[0].clone();
+    write_script(&settings, &format!("python={python}\n"));
+    let text = format!("#!/bin/sh\n. {}\nexec $python \"$@\"\n", settings.display());
+    write_script(&launcher, &text);
+    let expected = line_of(&program);
+    program.command[0] = launcher.display().to_string();
+    assert_eq!(line_of(&program), expected);
+}
+
 /// Scripts of a virtual environment with a long path name their interpreter in a later line.
 #[test]
 fn a_script_has_the_virtual_environment_around_it() {
