@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-candle-transformers test-model test-vllm test-llama test-agents test-tinker test-hub test-config-defaults test-readers mpi test-mpi examples bench bench-raw bench-peers bench-agents bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-long test-candle-transformers test-model test-vllm test-llama test-agents test-tinker test-hub test-config-defaults test-readers mpi test-mpi examples bench bench-raw bench-peers bench-agents bench-tinker bench-breakdown bench-staleness bench-scaling sanitize fuzz fmt lint prose package wheel deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -100,6 +100,9 @@ bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it i
 
 bench-agents: ## time agents behind the server beside built-in tools, 64 at once (docs/agents.md); needs python3
 	$(CARGO) run --release --locked -p candle-grpo-bench --bin agents
+
+bench-tinker: ## time a loop through the API of grpo serve --tinker beside the same loop without a server (docs/tinker.md)
+	$(CARGO) run --release --locked -p candle-grpo-bench --bin tinker
 
 bench-breakdown: ## divide the time of training and generation among their parts: target/bench/breakdown.md; needs Linux's perf
 	@CARGO="$(CARGO)" benches/breakdown/run

@@ -9,6 +9,7 @@ mod args;
 mod bandwidth;
 mod case;
 mod cases;
+mod connection;
 mod memory;
 mod model;
 mod noise;
@@ -19,6 +20,7 @@ mod serve;
 mod training;
 
 pub use allocator::{Counting, peak, peak_bytes, restart_peak};
+pub use connection::Connection;
 pub use model::{decoder_in, read_model};
 pub use run::main;
 pub use training::training_main;

@@ -1,25 +1,17 @@
 //! An agent that is a thread: it calls tools until a turn has no call.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+use candle_grpo_bench::Connection;
 use serde_json::{Value, json};
 
-/// A connection to the server.
-pub(crate) struct Client {
-    stream: BufReader<TcpStream>,
-    address: SocketAddr,
-}
+/// An agent with its connection.
+pub(crate) struct Client(Connection);
 
 impl Client {
     pub(crate) fn connect(address: SocketAddr) -> Result<Self> {
-        let stream = TcpStream::connect(address)?;
-        stream.set_nodelay(true)?;
-        Ok(Self {
-            stream: BufReader::new(stream),
-            address,
-        })
+        Connection::open(address).map(Self)
     }
 
     /// Plays episodes until the server ends.
@@ -61,34 +53,8 @@ impl Client {
         Ok(())
     }
 
-    /// Returns the body of the response, or null if there is none.
     fn post(&mut self, path: &str, key: &str, body: &Value) -> Result<Value> {
-        let (address, body) = (self.address, body.to_string());
-        let length = body.len();
-        let request = format!(
-            "POST {path} HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n{body}"
-        );
-        self.stream.get_mut().write_all(request.as_bytes())?;
-        let mut length = 0;
-        loop {
-            let mut line = String::new();
-            ensure!(
-                self.stream.read_line(&mut line)? > 0,
-                "the server has ended"
-            );
-            if line == "\r\n" {
-                break;
-            }
-            let line = line.to_ascii_lowercase();
-            if let Some(number) = line.strip_prefix("content-length:") {
-                length = number.trim().parse()?;
-            }
-        }
-        let mut bytes = vec![0; length];
-        self.stream.read_exact(&mut bytes)?;
-        Ok(match length {
-            0 => Value::Null,
-            _ => serde_json::from_slice(&bytes)?,
-        })
+        let (_, body) = self.0.post(path, key, body)?;
+        Ok(body)
     }
 }
