@@ -17,8 +17,8 @@ use candle_grpo_train::rollout::{
     PromptRequest, UnfinishedCompletion,
 };
 use candle_grpo_train::{
-    Actor, Completion, ComputeDType, FinishReason, Generator, Sample, SamplingConfig, StepMetrics,
-    TokenBatch, TrainConfig, TrainerParts,
+    Actor, Completion, ComputeDType, FinishReason, Generator, Progress, Sample, SamplingConfig,
+    StepMetrics, TokenBatch, TrainConfig, TrainerParts,
 };
 use rstest::rstest;
 
@@ -269,11 +269,7 @@ impl Generator for Versions {
         })
     }
 
-    fn weights_changed(
-        &self,
-        weights: &PolicyWeights<'_>,
-        _: &dyn candle_grpo_train::Progress,
-    ) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         let mut all = self.weights.lock().unwrap();
         assert_eq!(all.len() as u64, weights.version);
         all.push(weights.parameters.copy_to(device())?);
@@ -423,6 +419,39 @@ fn a_resumed_run_continues_the_same_groups(#[case] change: fn(&mut TrainConfig))
     ended.load_state(folder.path()).unwrap();
     assert_eq!(ended.state().unfinished_groups, []);
     ended.step().unwrap();
+}
+
+/// Counts the passes of the sampler, and the tokens.
+#[derive(Default)]
+struct Passes(Mutex<(usize, usize)>);
+
+impl Progress for Passes {
+    fn advance(&self, _: usize, tokens: usize) {
+        let mut counts = self.0.lock().unwrap();
+        counts.0 += usize::from(tokens > 0);
+        counts.1 += tokens;
+    }
+}
+
+/// Fewer passes sample as many tokens, because long completions run beside those of the next step.
+#[test]
+fn fewer_passes_sample_the_completions_of_as_many_steps() {
+    let counts = |partial: bool| {
+        let mut config = config();
+        config.rollout.partial = partial;
+        config.sampling.max_new_tokens = 60;
+        let passes = Arc::new(Passes::default());
+        let mut trainer = trainer_of(TrainerParts {
+            progress: Arc::<Passes>::clone(&passes),
+            ..parts(digest, config)
+        });
+        let steps = common::run(&mut trainer, 10);
+        let trained: f64 = steps.iter().map(|step| step.response_length * 12.).sum();
+        let (passes, tokens) = *passes.0.lock().unwrap();
+        (passes, tokens, trained)
+    };
+    let (plain, partial) = (counts(false), counts(true));
+    assert!(partial.0 * 4 < plain.0 * 3, "{partial:?} {plain:?}");
 }
 
 /// A step that failed after it had sampled is repeated with the same groups.
