@@ -111,6 +111,7 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
 
 /// The policy to learn from.
 #[derive(Clone)]
+#[expect(clippy::large_enum_variant, reason = "a run has one")]
 pub enum TeacherPart {
     /// Another policy, which does not change.
     Other(Arc<dyn Teacher>),

@@ -98,6 +98,38 @@ impl StateFile {
     }
 }
 
+/// Checks that a run resumes with the parts in its state.
+fn ensure_same_parts(saved: &TrainerState, now: &TrainerState) -> Result<()> {
+    for (name, saved, now) in [
+        (
+            "running_moments",
+            saved.running_moments.is_some(),
+            now.running_moments.is_some(),
+        ),
+        (
+            "reward_kl",
+            saved.reward_kl.is_some(),
+            now.reward_kl.is_some(),
+        ),
+        (
+            "adaptive_entropy",
+            saved.adaptive_entropy.is_some(),
+            now.adaptive_entropy.is_some(),
+        ),
+        (
+            "curriculum",
+            saved.task_scores.is_some(),
+            now.task_scores.is_some(),
+        ),
+    ] {
+        ensure!(
+            saved == now,
+            "{name}: a run cannot begin to use it, or cease to"
+        );
+    }
+    Ok(())
+}
+
 impl<C: ModelConfig> Models<C> {
     /// Checks the policy weights, with any adapters merged, and all other weights that train.
     ///
@@ -246,6 +278,7 @@ impl<C: ModelConfig> Models<C> {
     ) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file: StateFile = read_json(&folder.join(STATE))?;
+        ensure_same_parts(&file.state, now)?;
         self.ensure_same_custom(folder)?;
         match (&file.base_sha256, self.base_sha256()?) {
             (Some(saved), Some(now)) => ensure!(
@@ -318,33 +351,6 @@ impl<C: ModelConfig> Models<C> {
             set.context(CRITIC)?;
             let optimizer = critic.optimizer_mut();
             optimizer.load_state_from(&folder.join(CRITIC_OPTIMIZER))?;
-        }
-        for (name, saved, now) in [
-            (
-                "running_moments",
-                file.state.running_moments.is_some(),
-                now.running_moments.is_some(),
-            ),
-            (
-                "reward_kl",
-                file.state.reward_kl.is_some(),
-                now.reward_kl.is_some(),
-            ),
-            (
-                "adaptive_entropy",
-                file.state.adaptive_entropy.is_some(),
-                now.adaptive_entropy.is_some(),
-            ),
-            (
-                "curriculum",
-                file.state.task_scores.is_some(),
-                now.task_scores.is_some(),
-            ),
-        ] {
-            ensure!(
-                saved == now,
-                "{name}: a run cannot begin to use it, or cease to"
-            );
         }
         Ok(file.state_for(prompts))
     }
