@@ -338,7 +338,7 @@ impl RunConfig {
         let server = match (&teacher.model, &teacher.server, &teacher.own) {
             (Some(_), None, None) => return Ok(()),
             (None, None, Some(own)) => {
-                return Ok(within("teacher.self", own.validate(&self.train))?);
+                return within("teacher.self", own.validate(&self.train));
             }
             (None, Some(server), None) => server,
             (None, None, None) => {
