@@ -118,6 +118,7 @@ impl Direct {
             decode: None,
             progress: &NoProgress,
             records_experts: false,
+            partial: None,
         };
         let mut all = vec![Drawn::default(); PROMPTS * GROUP];
         let mut deliver = |place: usize, completion: Completion| {
