@@ -23,7 +23,7 @@ pub struct UnfinishedGroup {
 pub struct UnfinishedCompletion {
     /// Its identity, which determines its random numbers.
     pub seed: CompletionSeed,
-    /// What was sampled so far: at least one token.
+    /// The tokens so far, at least one.
     pub begun: Option<Completion>,
     /// True if it has ended.
     pub has_ended: bool,

@@ -164,7 +164,7 @@ fn a_continued_completion_has_the_bits_of_one_that_was_never_interrupted(
     assert_eq!(in_parts(&generator, &batch, steps), whole);
 }
 
-/// What a generator cannot continue.
+/// The beginnings of completions that a generator cannot continue.
 #[test]
 fn completions_that_cannot_be_continued_are_named() {
     let generator = LocalGenerator::new(&model(), &parameters_of(&model(), device())).unwrap();
