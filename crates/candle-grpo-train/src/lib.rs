@@ -51,6 +51,7 @@
 mod bisection;
 mod canonical_json;
 mod checksums;
+mod config_json;
 pub mod data;
 mod detached;
 pub mod environment;

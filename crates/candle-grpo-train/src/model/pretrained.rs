@@ -19,6 +19,7 @@ use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metad
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{DEFAULT, GenerationDefaults, SpecialToken, SpecialTokens};
+use crate::config_json::set_dtype;
 use crate::owned_files::{ADAPTER_CONFIG, CONFIG, Owned, WEIGHTS};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::{ChatTemplate, Sampler, SamplingConfig};
@@ -463,20 +464,6 @@ fn gguf_chat_template(metadata: &BTreeMap<String, GgufValue>) -> Result<Option<C
 fn write_json(path: &Path, value: &Value) -> Result<()> {
     atomic_file::write(path, &serde_json::to_vec_pretty(value)?)
         .with_context(|| path.file_name().unwrap_or_default().display().to_string())
-}
-
-/// Sets the dtype keys that exist.
-pub(crate) fn set_dtype(config: &mut Value, dtype: DType) {
-    let name = match dtype {
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        _ => "float32",
-    };
-    for key in ["dtype", "torch_dtype"] {
-        if let Some(value) = config.get_mut(key) {
-            *value = json!(name);
-        }
-    }
 }
 
 /// Fails if a token in `tokenizer` is outside the model's vocabulary of `vocab_size` tokens.

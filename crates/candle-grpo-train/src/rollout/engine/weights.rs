@@ -7,8 +7,8 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{CheckpointForm, Lora, Parameters, atomic_file};
 
+use crate::config_json::set_dtype;
 use crate::folder_lock::{FolderLock, LOCK};
-use crate::model::pretrained::set_dtype;
 use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::owned_files::{ENGINE_VERSION, Owned};
 use crate::rollout::PolicyWeights;
