@@ -439,7 +439,6 @@ fn fewer_passes_sample_the_completions_of_as_many_steps() {
     let counts = |partial: bool| {
         let mut config = config();
         config.rollout.partial = partial;
-        config.sampling.max_new_tokens = 60;
         let passes = Arc::new(Passes::default());
         let mut trainer = trainer_of(TrainerParts {
             progress: Arc::<Passes>::clone(&passes),
