@@ -322,16 +322,25 @@ mod tests {
         }
     }
 
+    /// A server and its address.
+    struct Served {
+        server: Server,
+        address: SocketAddr,
+    }
+
     /// Answers each request with its path.
-    fn serve(bounds: Bounds) -> (Server, Seen) {
+    fn serve(bounds: Bounds) -> (Served, Seen) {
         let seen = Seen::default();
         let paths = Arc::clone(&seen);
-        let server = listener(bounds).serve("test", move |request| {
+        let listener = listener(bounds);
+        let address = listener.address();
+        let server = listener.serve("test", move |request| {
             let path = request.uri().path().to_owned();
             paths.lock().unwrap().push(path.clone());
             async move { Response::new(Full::new(Bytes::from(path))) }
         });
-        (server.unwrap(), seen)
+        let server = server.unwrap();
+        (Served { server, address }, seen)
     }
 
     fn connect(address: SocketAddr, path: &str) -> TcpStream {
@@ -379,7 +388,7 @@ mod tests {
             ..BOUNDS
         };
         let (server, seen) = serve(bounds);
-        let open = |path: &str| connect(server.address(), path);
+        let open = |path: &str| connect(server.address, path);
         let [mut first, mut second] = ["/first", "/second"].map(|path| {
             let mut stream = open(path);
             receive(&mut stream, path);
@@ -408,12 +417,12 @@ mod tests {
         let (server, seen) = serve(bounds);
         let more = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = more.local_addr().unwrap();
-        let entrance = server.entrances().open(more).unwrap();
-        let mut first = connect(server.address(), "/first");
+        let entrance = server.server.entrances().open(more).unwrap();
+        let mut first = connect(server.address, "/first");
         receive(&mut first, "/first");
         let mut second = connect(address, "/second");
         receive(&mut second, "/second");
-        let mut waiting = connect(server.address(), "/waiting");
+        let mut waiting = connect(server.address, "/waiting");
         make_requests(&mut first);
         make_requests(&mut second);
         assert!(!seen.lock().unwrap().contains(&"/waiting".to_owned()));
@@ -434,7 +443,7 @@ mod tests {
     #[test]
     fn a_server_that_is_dropped_closes_its_connections() {
         let (server, seen) = serve(BOUNDS);
-        let mut stream = connect(server.address(), "/first");
+        let mut stream = connect(server.address, "/first");
         receive(&mut stream, "/first");
         drop(server);
         // The client may notice it only when it reads.
@@ -504,7 +513,7 @@ mod tests {
     #[test]
     fn a_large_head_is_refused() {
         let (server, seen) = serve(BOUNDS);
-        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let mut stream = TcpStream::connect(server.address).unwrap();
         let head = |name: &str, length: usize| {
             let field = "a".repeat(length);
             format!("GET /{name} HTTP/1.1\r\nHost: a\r\nField: {field}\r\n\r\n")
@@ -525,15 +534,17 @@ mod tests {
             ..BOUNDS
         };
         let (server, seen) = serve(bounds);
-        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let mut stream = TcpStream::connect(server.address).unwrap();
         stream.write_all(b"GET /late HTTP/1.1\r\nHost: a").unwrap();
         assert!(!rest(stream).contains("200 OK"));
         assert!(seen.lock().unwrap().is_empty());
     }
 
     /// Reads bodies of at most ten bytes. The response has the refusal's status, or the body.
-    fn read_bodies(time: Duration) -> Server {
-        let server = listener(BOUNDS).serve("test", move |request| async move {
+    fn read_bodies(time: Duration) -> Served {
+        let listener = listener(BOUNDS);
+        let address = listener.address();
+        let server = listener.serve("test", move |request| async move {
             let read = read_body_within(time, request, 10, "the_limit").await;
             let (status, text) = match read {
                 Ok(body) => (200, body),
@@ -543,11 +554,12 @@ mod tests {
             *response.status_mut() = hyper::StatusCode::from_u16(status).unwrap();
             response
         });
-        server.unwrap()
+        let server = server.unwrap();
+        Served { server, address }
     }
 
-    fn post(server: &Server, fields: &str, body: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(server.address()).unwrap();
+    fn post(server: &Served, fields: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(server.address).unwrap();
         let request =
             format!("POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{fields}\r\n\r\n{body}");
         stream.write_all(request.as_bytes()).unwrap();
