@@ -502,8 +502,8 @@ mod tests {
         let (server, _) = serve(bounds);
         let more = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = more.local_addr().unwrap();
-        let _entrance = server.entrances().open(more).unwrap();
-        for address in [address, server.address(), address] {
+        let _entrance = server.server.entrances().open(more).unwrap();
+        for address in [address, server.address, address] {
             let mut stream = connect(address, "/one");
             receive(&mut stream, "/one");
             make_requests(&mut stream);
