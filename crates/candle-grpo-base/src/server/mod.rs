@@ -209,9 +209,6 @@ async fn accept<A, F, B>(
         }
     };
     loop {
-        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
-            return;
-        };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -219,6 +216,10 @@ async fn accept<A, F, B>(
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
+        };
+        // An idle listener takes no place from the others.
+        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else {
+            return;
         };
         let _ = stream.set_nodelay(true);
         let answer = Arc::clone(&answer);
@@ -435,7 +436,6 @@ mod tests {
         make_requests(&mut first);
         make_requests(&mut second);
         assert!(!seen.lock().unwrap().contains(&"/waiting".to_owned()));
-        // The listener at the address was the first to wait.
         drop(first);
         receive(&mut waiting, "/waiting");
         // A listener that closes leaves its connections open, and accepts no others.
@@ -501,6 +501,23 @@ mod tests {
         }
         assert_ne!(first, second);
         assert!(!format!("{keys:?}").contains(first));
+    }
+
+    #[test]
+    fn an_idle_listener_takes_no_place() {
+        let bounds = Bounds {
+            connections: 1,
+            ..BOUNDS
+        };
+        let (server, _) = serve(bounds);
+        let more = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = more.local_addr().unwrap();
+        let _entrance = server.server.entrances().open(more).unwrap();
+        for address in [address, server.address, address] {
+            let mut stream = connect(address, "/one");
+            receive(&mut stream, "/one");
+            make_requests(&mut stream);
+        }
     }
 
     #[test]
