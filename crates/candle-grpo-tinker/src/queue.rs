@@ -348,7 +348,8 @@ impl Queues {
                 let first = self.store.read_result(id, seq).map_err(internal)?;
                 return repeated(id, seq, first.is_none_or(|first| first.digest == digest));
             }
-            if model.waiting.len() >= self.max_waiting {
+            // The others wait for the next one.
+            if seq != model.next && model.waiting.len() >= self.max_waiting {
                 return Err(too_many(self.max_waiting));
             }
             // Reserved, so that a repetition does not write it again.

@@ -205,8 +205,7 @@ fn waiting_requests_have_a_limit() {
     });
     let model = server.new_model();
     // They wait for the first.
-    server.post("optim_step", &step(&model, 2));
-    server.post("optim_step", &step(&model, 3));
+    let promises = [2, 3].map(|seq| server.post("optim_step", &step(&model, seq)));
     let refused = server.try_post("optim_step", &step(&model, 4));
     assert_eq!(refused.status, 429);
     assert!(
@@ -214,6 +213,9 @@ fn waiting_requests_have_a_limit() {
         "{}",
         refused.detail()
     );
+    server.post("optim_step", &step(&model, 1));
+    server.results(&promises);
+    server.call("optim_step", &step(&model, 4));
 }
 
 #[rstest]
