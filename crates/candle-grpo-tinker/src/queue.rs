@@ -348,7 +348,8 @@ impl Queues {
                 let first = self.store.read_result(id, seq).map_err(internal)?;
                 return repeated(id, seq, first.is_none_or(|first| first.digest == digest));
             }
-            if model.waiting.len() >= self.max_waiting {
+            // The others wait for the next one.
+            if seq != model.next && model.waiting.len() >= self.max_waiting {
                 return Err(too_many(self.max_waiting));
             }
             // Reserved, so that a repetition does not write it again.
@@ -676,5 +677,71 @@ impl State {
                 }))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Start;
+
+    fn record() -> ModelRecord {
+        ModelRecord {
+            start: Start::Seed(1),
+            rank: 1,
+            train_attn: true,
+            train_mlp: true,
+        }
+    }
+
+    #[test]
+    fn models_take_turns() {
+        let folder = tempfile::tempdir().unwrap();
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
+        let session = "0".repeat(32);
+        queues.add_session(session.clone());
+        let ids = [0, 1].map(|number| ModelId {
+            session: session.clone(),
+            number,
+        });
+        for id in &ids {
+            queues.add_model(id, record()).unwrap();
+            for seq in 0..2 {
+                let work = Work::Refused(String::new());
+                queues.promise(id, Some(seq), &work).unwrap();
+            }
+        }
+        let mut found = Vec::new();
+        for _ in 0..4 {
+            let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
+                panic!("no training request");
+            };
+            let answered = Answered {
+                digest: Digest::default(),
+                outcome: Outcome::Refused(String::new()),
+            };
+            queues.finish_training(&id, seq, &answered).unwrap();
+            found.push((id.number, seq));
+        }
+        assert_eq!(found, [(0, 0), (1, 0), (0, 1), (1, 1)]);
+    }
+
+    /// A call that found its session may end after another one has finished it.
+    #[test]
+    fn a_finished_session_gets_nothing_new() {
+        let folder = tempfile::tempdir().unwrap();
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
+        let session = "0".repeat(32);
+        queues.add_session(session.clone());
+        queues.finish(&session).unwrap();
+        let id = ModelId {
+            session: session.clone(),
+            number: 0,
+        };
+        let refused = queues.add_model(&id, record()).unwrap_err();
+        assert_eq!(refused.status, 410);
+        let sampler = SamplerRecord { model_path: None };
+        let refused = queues.add_sampler(&session, 0, sampler).unwrap_err();
+        assert_eq!(refused.status, 410);
     }
 }

@@ -238,3 +238,22 @@ fn bounds_of_the_ratio_are_options() {
     let expected = server.call("forward", &pass(&model, 2, "importance_sampling", &free));
     assert_eq!(found, expected);
 }
+
+#[rstest]
+#[case("ppo", json!({"clip_low_threshold": 1.5}), "loss_fn_config.clip_low_threshold: 1.5, must be a ratio from 0 to 1")]
+#[case("cispo", json!({"clip_high_threshold": 0.5}), "loss_fn_config.clip_high_threshold: 0.5, must be a finite ratio of at least 1")]
+#[case("ppo", json!({"other": 1.0}), "loss_fn_config: other, must be clip_low_threshold or clip_high_threshold")]
+#[case("cross_entropy", json!({"clip_low_threshold": 0.5}), "loss_fn_config: clip_low_threshold, must be absent for this loss_fn")]
+fn wrong_options_of_a_loss_are_named(
+    #[case] loss: &str,
+    #[case] options: Value,
+    #[case] words: &str,
+) {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let data: Vec<Value> = rows().iter().map(|row| row.json(loss)).collect();
+    let mut body = pass(&model, 1, loss, &data);
+    body["forward_backward_input"]["loss_fn_config"] = options;
+    assert_eq!(server.call("forward", &body)["error"], words);
+}

@@ -8,3 +8,4 @@ mod requests;
 mod running;
 mod sampling;
 mod sessions;
+mod steps;

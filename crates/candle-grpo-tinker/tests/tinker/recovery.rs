@@ -290,3 +290,72 @@ fn a_finished_session_keeps_only_its_saved_weights() {
     drop(Running::start(folder.path()));
     assert_eq!(names(&model), kept);
 }
+
+/// A step's state contains what the requests before it did.
+#[test]
+fn a_step_replaces_the_files_before_it() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let id = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4])];
+    for seq in [1, 3] {
+        server.post("forward_backward", &pass(&id, seq, "cross_entropy", &data));
+        server.call("optim_step", &step(&id, seq + 1));
+    }
+    let after = server.call("forward", &pass(&id, 5, "cross_entropy", &data));
+    // Its turn comes after all removals.
+    server.new_model();
+    let sessions = folder.path().join("sessions");
+    let model = sessions.join(&session).join("models/0");
+    let check = || {
+        assert_eq!(names(&model.join("states")), ["5"]);
+        assert!(names(&model.join("requests")).is_empty());
+    };
+    check();
+    drop(server);
+    // A killed server leaves files that it was about to remove.
+    fs::write(model.join("requests/3"), [0; 40]).unwrap();
+    fs::create_dir(model.join("states/3")).unwrap();
+    let server = Running::start(folder.path());
+    check();
+    assert_eq!(
+        server.call("forward", &pass(&id, 6, "cross_entropy", &data)),
+        after
+    );
+}
+
+/// The last result says where the next server continues, also if it was retrieved first.
+#[test]
+fn the_last_result_stays() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let body = |seq| pass(&model, seq, "cross_entropy", &[example(&[1, 2])]);
+    let promises: Vec<Value> = (1..=66)
+        .map(|seq| server.post("forward", &body(seq)))
+        .collect();
+    server.result(&promises[65]);
+    let results = server.results(&promises[..65]);
+    assert_eq!(server.try_result(&promises[0]).status, 410);
+    drop(server);
+    let server = Running::start(folder.path());
+    assert_eq!(server.result(&promises[65]), results[64]);
+    assert_eq!(server.call("forward", &body(67)), results[64]);
+}
+
+/// A server that is killed between saved weights and their result saves them again.
+#[test]
+fn saved_weights_do_not_refuse_their_own_request() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let save = json!({"model_id": model, "path": "a", "seq_id": 1});
+    let saved = server.call("save_weights", &save);
+    drop(server);
+    let results = folder.path().join("sessions").join(&session);
+    fs::remove_file(results.join("models/0/results/1")).unwrap();
+    let server = Running::start(folder.path());
+    assert_eq!(server.call("save_weights", &save), saved);
+}

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-use super::running::Running;
+use super::running::{self, Running};
 
 /// Session of the recorded requests.
 const SESSION: &str = "0123456789abcdef0123456789abcdef";
@@ -207,4 +207,46 @@ fn results_are_protobuf_where_the_client_accepts_it() {
             .windows(offsets.len())
             .any(|window| window == offsets)
     );
+}
+
+#[test]
+fn samples_are_protobuf_where_the_client_accepts_it() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    // Two tokens without an end.
+    let body = json!({
+        "base_model": running::MODEL, "prompt_logprobs": true,
+        "prompt": {"chunks": [{"tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2, "seed": 1, "stop": []},
+    });
+    let promise = server.post("asample", &body);
+    let json = server.result(&promise);
+    let id = json!({"request_id": promise["request_id"]}).to_string();
+    let headers = [("accept", "application/x-protobuf")];
+    let reply = server.send("retrieve_future", &headers, id.as_bytes());
+    let floats = |values: &Value| -> Vec<u8> {
+        let values: Vec<Option<f32>> = serde_json::from_value(values.clone()).unwrap();
+        let values = values.iter().map(|value| value.unwrap_or(f32::NAN));
+        values.flat_map(f32::to_le_bytes).collect()
+    };
+    let sequence = &json["sequences"][0];
+    let tokens: Vec<i32> = serde_json::from_value(sequence["tokens"].clone()).unwrap();
+    let tokens: Vec<u8> = tokens.iter().flat_map(|x| x.to_le_bytes()).collect();
+    assert_eq!(sequence["stop_reason"], "length");
+    // SampledSequence: the stop reason 1, and 8 bytes each in the fields 2 and 3.
+    let sequence = [
+        vec![0x08, 1, 0x12, 8],
+        tokens,
+        vec![0x1a, 8],
+        floats(&sequence["logprobs"]),
+    ]
+    .concat();
+    // SampleResponse: the sequence in field 1, and the log-probs of the prompt in field 2.
+    let expected = [
+        vec![0x0a, sequence.len() as u8],
+        sequence,
+        vec![0x12, 8],
+        floats(&json["prompt_logprobs"]),
+    ];
+    assert_eq!(reply.bytes, expected.concat());
 }

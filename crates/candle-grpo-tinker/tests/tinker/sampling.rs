@@ -202,6 +202,46 @@ fn results_that_nobody_retrieves_are_dropped() {
     }
 }
 
+/// Requests that wait together have the samples of each alone.
+#[test]
+fn requests_share_a_batch_only_with_equal_weights_and_distribution() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let model = server.new_model();
+    let data = [example(&[1, 2, 3, 4])];
+    server.post("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    server.post("optim_step", &step(&model, 2));
+    let save = json!({"model_id": model, "path": "a", "seq_id": 3});
+    let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+    let mut bodies = [direct(&Value::Null), direct(&path), direct(&Value::Null)];
+    for body in &mut bodies {
+        body["sampling_params"] = json!({"max_tokens": 20, "seed": 7});
+    }
+    bodies[2]["sampling_params"]["temperature"] = json!(0.5);
+    let alone: Vec<Value> = bodies
+        .iter()
+        .map(|body| server.call("asample", body))
+        .collect();
+    assert!(alone[0] != alone[1] && alone[0] != alone[2]);
+    let first = server.occupy();
+    let promises = bodies.map(|body| server.post("asample", &body));
+    server.cancel(&first);
+    assert_eq!(server.results(&promises), alone);
+}
+
+#[test]
+fn a_queue_keeps_its_last_retrieved_results() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let sampler = sampler(&server);
+    let promises: Vec<Value> = (0..65)
+        .map(|seq| server.post("asample", &request(&sampler, seq, json!({"max_tokens": 1}))))
+        .collect();
+    let results = server.results(&promises);
+    assert_eq!(server.try_result(&promises[0]).status, 410);
+    assert_eq!(server.result(&promises[1]), results[1]);
+}
+
 #[test]
 fn a_canceled_request_has_no_result_and_no_place() {
     let folder = tempdir().unwrap();
