@@ -58,6 +58,8 @@ pub(crate) fn end_early(part: &str, ranks: &dyn Collective, device: &Device) -> 
         let tensor = Tensor::zeros(ranks.world_size() << 23, DType::F32, device)?;
         while killed.as_ref().is_none_or(|killed| !killed.is_finished()) {
             ranks.all_gather(&[&tensor])?;
+            // Waits for a device.
+            tensor.get(0)?.to_scalar::<f32>()?;
         }
     }
     if ranks.rank() == 1 {

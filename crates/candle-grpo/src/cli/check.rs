@@ -8,10 +8,9 @@ use candle_grpo::config::{
     Algorithm, Configuration, RunConfig, SftRunConfig, Sizes, TeacherConfig,
 };
 use candle_grpo::kernels::CpuInstructions;
-use candle_grpo::nn::optim::Sharding;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
-use candle_grpo::run::{RunMemory, RunPrompts, sft_memory_plans};
+use candle_grpo::run::{RankPlans, RunMemory, RunPrompts, sft_memory_plans};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::{MemoryPlan, ReferenceRefresh};
 use candle_grpo::train::sft::{SftDataset, marked_text};
@@ -429,7 +428,7 @@ struct Memory {
     /// The changes that the run needs to fit.
     advice: Option<String>,
     /// The plans of what several ranks can divide.
-    of_ranks: Vec<(Sharding, MemoryPlan)>,
+    of_ranks: RankPlans,
 }
 
 impl Memory {
@@ -471,15 +470,18 @@ fn print_instructions(dtype: ComputeDType, out: &mut impl Write) -> Result<(), E
     Ok(())
 }
 
-/// Prints what each rank needs, for all that ranks can divide.
-fn print_shardings(plans: &[(Sharding, MemoryPlan)], out: &mut impl Write) -> Result<(), Exit> {
-    if plans.is_empty() {
+/// Prints the memory that each rank needs, for all that ranks can divide, and which to choose.
+fn print_shardings(of_ranks: &RankPlans, out: &mut impl Write) -> Result<(), Exit> {
+    if of_ranks.plans.is_empty() {
         return Ok(());
     }
-    let plans = plans.iter();
+    let plans = of_ranks.plans.iter();
     let plans = plans.map(|(sharding, plan)| format!("{} {}", Name(sharding), size(plan.peak())));
     let plans: Vec<String> = plans.collect();
     writeln!(out, "  On each rank, by sharding: {}.", plans.join(", "))?;
+    if let Some(advice) = of_ranks.advice() {
+        writeln!(out, "  Of these, {advice}.")?;
+    }
     Ok(())
 }
 

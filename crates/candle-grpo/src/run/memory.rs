@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use candle_grpo_collective::launch;
+use candle_grpo_core::validate::Name;
 use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo_train::data::read_json;
@@ -78,14 +79,14 @@ impl<'a> RunMemory<'a> {
         self.process.added_to(plan, train.stored_form())
     }
 
-    /// Returns the plans of what the ranks of the job can divide, each with its
-    /// [`TrainConfig::sharding`]. None for one rank.
+    /// Returns the plans of what the ranks of the job can divide.
     ///
     /// # Errors
     ///
-    /// Returns an error if the settings are not valid.
-    pub fn plans_of_ranks(&self, train: &TrainConfig) -> Result<Vec<(Sharding, MemoryPlan)>> {
-        self.process.plans_of_ranks(|sharding| {
+    /// Returns an error if the settings are not valid, or the device does not respond.
+    pub fn plans_of_ranks(&self, train: &TrainConfig) -> Result<RankPlans> {
+        let budget = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)?;
+        let plans = self.process.plans_of_ranks(|sharding| {
             let train = TrainConfig {
                 sharding,
                 ..train.clone()
@@ -93,7 +94,8 @@ impl<'a> RunMemory<'a> {
             // Some settings exclude what ranks can divide.
             let is_valid = train.validate().is_ok();
             is_valid.then(|| self.plan(&train)).transpose()
-        })
+        })?;
+        Ok(RankPlans { plans, budget })
     }
 
     /// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
@@ -102,7 +104,7 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error with the sizes, and with changes that help, if the run does not fit.
     pub fn fitted_tokens(&self) -> Result<usize> {
-        let Some(budget) = MemoryBudget::of(self.run, self.process.ranks)? else {
+        let Some(budget) = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)? else {
             bail!(
                 "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
             )
@@ -125,7 +127,7 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error if the device does not respond.
     pub fn advice(&self, plan: &MemoryPlan) -> Result<Option<String>> {
-        let budget = MemoryBudget::of(self.run, self.process.ranks)?;
+        let budget = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)?;
         let Some(budget) = budget.filter(|budget| plan.peak() > budget.bytes) else {
             return Ok(None);
         };
@@ -149,8 +151,8 @@ impl<'a> RunMemory<'a> {
 }
 
 /// Returns the plan of a supervised run on `dataset`, on this process's device, as
-/// [`RunMemory::plan`] does, and those of what its ranks can divide, as
-/// [`RunMemory::plans_of_ranks`] does. There are as many ranks as in the job, or `ranks`.
+/// [`RunMemory::plan`] does, and those of what its ranks can divide. There are as many ranks as in
+/// the job, or `ranks`.
 ///
 /// # Errors
 ///
@@ -160,21 +162,49 @@ pub fn sft_memory_plans(
     model: &DecoderConfig,
     dataset: &SftDataset,
     ranks: Option<usize>,
-) -> Result<(MemoryPlan, Vec<(Sharding, MemoryPlan)>)> {
+) -> Result<(MemoryPlan, RankPlans)> {
     let process = ThisProcess::new(run, ranks)?;
     let longest = dataset.train.longest_kept();
     let plan = |sft: &SftConfig| {
         let plan = MemoryPlan::supervised(model, sft, longest, process.ranks)?;
         process.added_to(plan, run.stored_form())
     };
-    let of_ranks = process.plans_of_ranks(|sharding| {
+    let plans = process.plans_of_ranks(|sharding| {
         let sft = SftConfig {
             sharding,
             ..run.sft.clone()
         };
         plan(&sft).map(Some)
     })?;
-    Ok((plan(&run.sft)?, of_ranks))
+    // The run does not need to know the free memory.
+    let budget = MemoryBudget::of(None, process.ranks).ok().flatten();
+    Ok((plan(&run.sft)?, RankPlans { plans, budget }))
+}
+
+/// The plans of what the ranks of a job can divide.
+#[derive(Debug, Clone)]
+pub struct RankPlans {
+    /// Each with its [`TrainConfig::sharding`], from the one that divides least. None for one
+    /// rank.
+    pub plans: Vec<(Sharding, MemoryPlan)>,
+    /// The memory of each rank, if it is known.
+    budget: Option<MemoryBudget>,
+}
+
+impl RankPlans {
+    /// Returns the sharding to choose, and the memory of a rank: the one that divides least and
+    /// fits. This is not `none`, because `optimizer` takes less memory in the same time. `None` for
+    /// one rank, or if the memory is unknown.
+    pub fn advice(&self) -> Option<String> {
+        let budget = self.budget.filter(|_| !self.plans.is_empty())?;
+        let mut plans = self.plans.iter();
+        let fits = plans
+            .find(|(sharding, plan)| *sharding != Sharding::None && plan.peak() <= budget.bytes);
+        Some(match fits {
+            Some((sharding, _)) => format!("sharding: {} fits into {budget}", Name(sharding)),
+            None => format!("no sharding fits into {budget}"),
+        })
+    }
 }
 
 /// The parts of a plan that depend on this process and its files.
@@ -262,15 +292,14 @@ struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// Returns the budget of one of `ranks` of `run`: `max_memory_mib`, or 95% of this device's
-    /// free memory. On the CPU, the ranks share the latter. `None` if the free memory is
-    /// unknown.
+    /// Returns the budget of one of `ranks`: `max_memory_mib`, or 95% of this device's free memory.
+    /// On the CPU, the ranks share the latter. `None` if the free memory is unknown.
     ///
     /// # Errors
     ///
     /// Returns an error if the device does not respond.
-    fn of(run: &RunConfig, ranks: usize) -> Result<Option<Self>> {
-        if let Some(mib) = run.max_memory_mib {
+    fn of(max_memory_mib: Option<usize>, ranks: usize) -> Result<Option<Self>> {
+        if let Some(mib) = max_memory_mib {
             return Ok(Some(Self {
                 bytes: mib.saturating_mul(1 << 20),
                 is_given: true,
@@ -346,6 +375,32 @@ pub fn recorded_micro_batch_tokens(run_dir: &Path) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rstest::rstest;
+
+    /// Peaks of 30, 20 and 10 MiB.
+    #[rstest]
+    #[case::all_fit(30, "sharding: optimizer fits into 30 MiB (max_memory_mib)")]
+    #[case::two_fit(20, "sharding: optimizer fits into 20 MiB (max_memory_mib)")]
+    #[case::one_fits(19, "sharding: resident fits into 19 MiB (max_memory_mib)")]
+    #[case::none_fits(9, "no sharding fits into 9 MiB (max_memory_mib)")]
+    fn ranks_divide_no_more_than_they_need_to_fit(#[case] mib: usize, #[case] expected: &str) {
+        let plan = |sharding, mib: usize| {
+            let weights = mib << 20;
+            let plan = MemoryPlan::default();
+            (sharding, MemoryPlan { weights, ..plan })
+        };
+        let mut plans = RankPlans {
+            plans: vec![
+                plan(Sharding::None, 30),
+                plan(Sharding::Optimizer, 20),
+                plan(Sharding::Resident, 10),
+            ],
+            budget: MemoryBudget::of(Some(mib), 8).unwrap(),
+        };
+        assert_eq!(plans.advice().unwrap(), expected);
+        plans.plans.clear();
+        assert_eq!(plans.advice(), None);
+    }
 
     fn write(root: &Path, path: &str, text: &str) {
         let path = root.join(path);

@@ -105,7 +105,7 @@ fn peaks(printed: &str) -> (usize, Vec<(String, usize)>) {
 /// A number of ranks is one of the option, or of a launcher.
 #[test]
 fn check_prints_what_each_rank_needs() {
-    let folder = folder(&config(2, "sharding: resident\n"));
+    let folder = folder(&config(2, "sharding: resident\nmax_memory_mib: 8192\n"));
     let printed = |arguments: &[&str]| succeeds(folder.path(), arguments);
     let (_, alone) = peaks(&printed(&["check", "run.yaml"]));
     assert_eq!(alone, []);
@@ -127,6 +127,8 @@ fn check_prints_what_each_rank_needs() {
         // What the ranks of the run divide.
         assert_eq!(own, all[2].1, "{printed}");
         assert!(all.is_sorted_by(|a, b| a.1 >= b.1), "{printed}");
+        let words = "Of these, sharding: optimizer fits into 8192 MiB (max_memory_mib).\n";
+        assert!(printed.contains(words), "{printed}");
     }
     let output = grpo(folder.path(), &["check", "--ranks", "0", "run.yaml"]);
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
