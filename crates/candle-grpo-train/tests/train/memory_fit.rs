@@ -168,8 +168,11 @@ fn fewer_completions_are_drawn_at_once() {
     };
     let peak_of = |size| plan(&drawing(size)).unwrap().peak();
     assert!(peak_of(128) < peak_of(256) && peak_of(256) < peak_of(512));
-    let change = fit(peak_of(128), |fit| fit.smallest_change(&drawing(512)));
-    assert_eq!(change.unwrap(), ["sampling.max_batch_size: 128"]);
+    for size in [128, 256] {
+        let change = fit(peak_of(size), |fit| fit.smallest_change(&drawing(512)));
+        let expected = format!("sampling.max_batch_size: {size}");
+        assert_eq!(change.unwrap(), [expected]);
+    }
 }
 
 /// One rank divides nothing.
@@ -199,6 +202,47 @@ fn several_changes_fit_together(
     assert_eq!(fit(1000, |fit| fit.smallest_change(&config)), None);
 }
 
+/// A model whose blocks are larger than the buffers of ranks.
+fn large() -> DecoderConfig {
+    DecoderConfig {
+        hidden_size: 1024,
+        intermediate_size: 4096,
+        num_hidden_layers: 24,
+        ..model()
+    }
+}
+
+/// Weights and state take the most of the memory, so that no smaller pass helps.
+#[rstest]
+#[case::ranks(4, |run: &mut TrainConfig| run.sharding = Sharding::Optimizer, "sharding: optimizer")]
+#[case::one_rank(1, |run: &mut TrainConfig| run.optimizer.state = StateForm::Blocks8, "optimizer.state: 8bit")]
+#[case::adapters(
+    1, |run: &mut TrainConfig| run.adapters = Some(LoraConfig::all_linear(16, 32.)),
+    "adapters: {rank: 16, alpha: 32}"
+)]
+fn one_change_of_the_run_comes_before_several(
+    #[case] world_size: usize,
+    #[case] change: fn(&mut TrainConfig),
+    #[case] expected: &str,
+) {
+    let model = large();
+    let plan = |config: &TrainConfig| MemoryPlan::of_rank(&model, config, (PROMPT, 0), world_size);
+    let run = TrainConfig {
+        activation_checkpointing: true.into(),
+        micro_batch_tokens: Some(320.into()),
+        ..config()
+    };
+    let mut changed = run.clone();
+    change(&mut changed);
+    let fit = MemoryFit {
+        bytes: plan(&changed).unwrap().peak(),
+        model: &model,
+        prompt_tokens: PROMPT,
+        plan: &plan,
+    };
+    assert_eq!(fit.smallest_change(&run).unwrap(), [expected]);
+}
+
 /// A run of four ranks that divide `sharding` fits with one sequence in a pass, as `smallest`.
 ///
 /// In f32, where ranks do not divide the weights, its peak is that of drawing, and dividing the
@@ -226,13 +270,7 @@ fn several_changes_name_what_ranks_divide_once(
     #[case] smallest: (Sharding, StateForm),
     #[case] expected: &[&str],
 ) {
-    // Its blocks are larger than the buffers of the ranks.
-    let model = DecoderConfig {
-        hidden_size: 1024,
-        intermediate_size: 4096,
-        num_hidden_layers: 24,
-        ..model()
-    };
+    let model = large();
     let plan = |config: &TrainConfig| MemoryPlan::of_rank(&model, config, (PROMPT, 0), 4);
     let run = TrainConfig {
         sharding,
