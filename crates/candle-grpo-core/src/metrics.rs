@@ -123,6 +123,15 @@ impl Metrics {
         self.entries.extend(other.entries);
     }
 
+    /// Appends `/` and `suffix` to all names.
+    #[must_use]
+    pub fn with_suffix(mut self, suffix: &str) -> Self {
+        for entry in &mut self.entries {
+            entry.name += &format!("/{suffix}");
+        }
+        self
+    }
+
     /// Copies all metrics to the host in one transfer. Synchronizes with the device.
     ///
     /// # Errors

@@ -371,23 +371,29 @@ impl<M: LanguageModel> Actor<M> {
             output.add(loss.gradients.weight)?;
             let (mut hidden, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
             let mut losses = vec![loss.output.loss];
-            if let Some(distilled) = output.distill(batch, totals)? {
+            for (name, distilled) in output.distill(batch, totals)? {
                 output.add(distilled.gradients.weight)?;
                 hidden = match (hidden, distilled.gradients.hidden) {
                     (Some(a), Some(b)) => Some((a + b)?),
                     (a, b) => a.or(b),
                 };
                 losses.push(distilled.loss);
+                if !name.is_empty() {
+                    metrics.extend(distilled.metrics.clone().with_suffix(name));
+                }
                 metrics.extend(distilled.metrics);
             }
             Ok((hidden, (losses, metrics)))
         })?;
-        let blame: [fn(&TrainingBatch) -> Result<NotFinite>; 2] = [blame, blame_teacher];
-        for (loss, blame) in losses.iter().zip(blame) {
+        for (number, loss) in losses.iter().enumerate() {
             let loss = loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
             if !loss.is_finite() {
                 self.zero_grad();
-                return Err(blame(batch)?.into());
+                let cause = match number {
+                    0 => blame(batch)?,
+                    _ => blame_teacher(batch)?,
+                };
+                return Err(cause.into());
             }
         }
         let mut metrics = metrics.to_host()?;
@@ -603,29 +609,33 @@ impl<M: LanguageModel> Output<'_, M> {
         Ok(())
     }
 
-    /// Computes the divergence from the teacher of `batch`, if it is a part of the loss.
-    fn distill(
+    /// Computes the divergence from each teacher of `batch`, by its name, if it is a part of the
+    /// loss.
+    fn distill<'b>(
         &self,
-        batch: &TrainingBatch,
+        batch: &'b TrainingBatch,
         totals: &StepTotals,
-    ) -> Result<Option<LinearDistillationOutput>> {
+    ) -> Result<Vec<(&'b str, LinearDistillationOutput)>> {
         let Some(loss) = &self.config.distillation_loss else {
-            return Ok(None);
+            return Ok(Vec::new());
         };
-        let Some(teacher) = &batch.teacher else {
+        let tokens = batch.tokens();
+        if batch.teachers.is_empty() && tokens.has_teacher() {
             bail!("teacher: absent, must be given with a distillation_loss");
-        };
+        }
         let student = OutputLayer {
             logit_cap: self.policy.logit_cap(),
             ..OutputLayer::new(self.states, self.weight)
         };
-        let mask = batch.tokens().response_mask();
-        let found = teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
-            Ok(linear_distillation_loss(
-                loss, &student, &teacher, mask, totals,
-            )?)
-        })?;
-        Ok(Some(found))
+        let teachers = batch.teachers.iter().map(|(name, teacher)| {
+            let mask = tokens.mask_of(|sequence| sequence.teacher() == Some(name))?;
+            let found = teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
+                let found = linear_distillation_loss(loss, &student, &teacher, &mask, totals);
+                Ok(found?)
+            });
+            Ok((name.as_str(), found?))
+        });
+        teachers.collect()
     }
 }
 

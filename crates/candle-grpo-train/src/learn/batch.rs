@@ -1,5 +1,7 @@
 //! The inputs of a policy update.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate::at_least_one;
@@ -15,10 +17,12 @@ pub struct TrainingBatch {
     policy: PolicyBatch,
     /// Returns, the targets of the critic, f32 `[B, T]`.
     pub returns: Option<Tensor>,
-    /// Distributions of a teacher, for [`ActorConfig::distillation_loss`].
+    /// Distributions of teachers by name, for [`ActorConfig::distillation_loss`]. A single teacher
+    /// has an empty name. Those of a sequence with [another teacher](crate::Sequence::teacher) are
+    /// not used.
     ///
     /// [`ActorConfig::distillation_loss`]: crate::ActorConfig::distillation_loss
-    pub teacher: Option<TeacherDistributions>,
+    pub teachers: BTreeMap<String, TeacherDistributions>,
 }
 
 impl TrainingBatch {
@@ -29,7 +33,7 @@ impl TrainingBatch {
             policy: PolicyBatch::without_log_probs(advantages, tokens.response_mask()),
             tokens,
             returns: None,
-            teacher: None,
+            teachers: BTreeMap::new(),
         }
     }
 
@@ -65,11 +69,8 @@ impl TrainingBatch {
         if let Some(returns) = &self.returns {
             ensure_dims("returns", returns, &[b, t])?;
         }
-        let of_teacher = self
-            .teacher
-            .iter()
-            .flat_map(|teacher| teacher.by_sequence());
-        for (name, tensor) in of_teacher {
+        let of_teachers = self.teachers.values();
+        for (name, tensor) in of_teachers.flat_map(TeacherDistributions::by_sequence) {
             let width = tensor.dims().last().copied().unwrap_or(0);
             ensure_dims(name, tensor, &[b, t, width])?;
         }
@@ -97,11 +98,13 @@ impl TrainingBatch {
         }
         let (tokens, rows) = self.tokens.select_with_rows(sequences)?;
         let of_rows = |x: &Tensor| x.contiguous()?.index_select(&rows, 0);
+        let teachers = self.teachers.iter();
+        let teachers = teachers.map(|(name, x)| Ok((name.clone(), x.map(of_rows)?)));
         let batch = Self {
             policy: self.policy.map(of_rows)?,
             tokens,
             returns: self.returns.as_ref().map(of_rows).transpose()?,
-            teacher: self.teacher.as_ref().map(|x| x.map(of_rows)).transpose()?,
+            teachers: teachers.collect::<candle_core::Result<_>>()?,
         };
         Ok(batch.with_policy(|policy| policy))
     }

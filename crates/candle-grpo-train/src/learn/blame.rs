@@ -5,7 +5,7 @@ use candle_core::{D, DType, Tensor};
 use candle_grpo_core::Mask;
 use candle_grpo_nn::all_finite;
 
-use crate::{NotFinite, TrainingBatch};
+use crate::{NotFinite, Sequence, TrainingBatch};
 
 /// The reason that the policy loss of `batch` is not finite: the first of its inputs that is not,
 /// or the loss itself.
@@ -22,11 +22,14 @@ pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
 /// The reason that the divergence from the teacher of `batch` is not finite, as [`blame`].
 pub(crate) fn blame_teacher(batch: &TrainingBatch) -> Result<NotFinite> {
     let mask = Mask::new(batch.tokens().response_mask())?;
-    let of_teacher = batch.teacher.iter().flat_map(|x| x.by_sequence());
-    for (name, tensor) in of_teacher {
-        let sums = tensor.to_dtype(DType::F32)?.sum(D::Minus1)?;
-        if !is_finite(&sums, &mask)? {
-            return Ok(NotFinite::new(name));
+    for (teacher, found) in &batch.teachers {
+        let counts = |sequence: &Sequence| sequence.teacher() == Some(teacher);
+        let mask = mask.and(&batch.tokens().mask_of(counts)?)?;
+        for (name, tensor) in found.by_sequence() {
+            let sums = tensor.to_dtype(DType::F32)?.sum(D::Minus1)?;
+            if !is_finite(&sums, &mask)? {
+                return Ok(NotFinite::new(name));
+            }
         }
     }
     Ok(NotFinite::new("distillation loss"))

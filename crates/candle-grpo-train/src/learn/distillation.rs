@@ -1,88 +1,115 @@
-//! The distributions of a teacher that a step learns from.
+//! The distributions of teachers that a step learns from.
+
+use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use candle_grpo_core::Invalid;
 use candle_grpo_loss::{DistillationLoss, Support};
+use candle_grpo_nn::LanguageModel;
 
 use super::micro_batches::MicroBatches;
+use super::teachers::Teachers;
 use crate::teacher::{Teacher, TeacherDistributions};
 use crate::{Progress, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The distributions that a step learns from.
 pub(super) struct Distillation<'a> {
-    teacher: &'a dyn Teacher,
+    teachers: Vec<(&'a str, &'a dyn Teacher)>,
     loss: &'a DistillationLoss,
 }
 
 impl TrainConfig {
-    /// The term of the loss that learns the distributions of `teacher`, if there is one.
-    pub(super) fn distillation<'a>(
+    /// The term of the loss that learns the distributions of `teachers`, if there is one.
+    pub(super) fn distillation<'a, M: LanguageModel + Send + Sync>(
         &'a self,
-        teacher: Option<&'a dyn Teacher>,
+        teachers: &'a Teachers<M>,
     ) -> Option<Distillation<'a>> {
+        let teachers: Vec<_> = teachers.iter().collect();
         let loss = self.recipe.distillation_loss.as_ref();
-        let (loss, teacher) = loss.zip(teacher)?;
-        Some(Distillation { teacher, loss })
+        let loss = loss.filter(|_| !teachers.is_empty())?;
+        Some(Distillation { teachers, loss })
     }
 }
 
 impl Distillation<'_> {
-    /// Asks a teacher that takes all sequences of a rank at once, before the step changes weights.
-    /// `None` for a teacher that takes micro-batches.
+    /// Asks the teachers that take all sequences of a rank at once, before the step changes
+    /// weights.
     pub(super) fn of_step(
         &self,
         tokens: &TokenBatch,
         micro_batches: MicroBatches<'_>,
-    ) -> Result<Option<TeacherDistributions>> {
-        if self.teacher.takes_micro_batches() {
-            return Ok(None);
-        }
-        let Support::Teacher { k } = self.loss.support else {
-            let support = format!("{:?}", self.loss.support);
-            let must = "be teacher with a teacher that takes all sequences at once";
-            return Err(Invalid::new("recipe.distillation_loss.support", support, must).into());
-        };
-        let pieces = micro_batches.at_once().pieces(tokens, |piece| {
-            let found = self.ask(piece, micro_batches.progress)?;
-            let TeacherDistributions::TopK { ids, log_probs } = found else {
-                bail!(
-                    "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"
-                );
-            };
-            let (rows, t) = piece.dims();
-            for (name, x) in [("ids", &ids), ("log_probs", &log_probs)] {
-                ensure!(
-                    x.dims() == [rows, t, k],
-                    "teacher.{name}: shape {:?}, must be [{rows}, {t}, {k}]",
-                    x.dims()
-                );
+    ) -> Result<BTreeMap<String, TeacherDistributions>> {
+        let mut all = BTreeMap::new();
+        for &(name, teacher) in &self.teachers {
+            if teacher.takes_micro_batches() {
+                continue;
             }
-            Ok((ids, log_probs))
-        })?;
-        Ok(Some(TeacherDistributions::TopK {
-            ids: pieces.joined(|(ids, _)| ids)?,
-            log_probs: pieces.joined(|(_, log_probs)| log_probs)?,
-        }))
+            let Support::Teacher { k } = self.loss.support else {
+                let support = format!("{:?}", self.loss.support);
+                let must = "be teacher with a teacher that takes all sequences at once";
+                let invalid = Invalid::new("recipe.distillation_loss.support", support, must);
+                return Err(invalid.into());
+            };
+            let Some((read, rows)) = tokens.for_teacher(name)? else {
+                continue;
+            };
+            let pieces = micro_batches.at_once().pieces(&read, |piece| {
+                let found = self.ask(teacher, piece, micro_batches.progress)?;
+                let TeacherDistributions::TopK { ids, log_probs } = found else {
+                    bail!(
+                        "teacher: whole distributions, must be the most likely entries of one that takes all sequences at once"
+                    );
+                };
+                let (rows, t) = piece.dims();
+                for (name, x) in [("ids", &ids), ("log_probs", &log_probs)] {
+                    ensure!(
+                        x.dims() == [rows, t, k],
+                        "teacher.{name}: shape {:?}, must be [{rows}, {t}, {k}]",
+                        x.dims()
+                    );
+                }
+                Ok((ids, log_probs))
+            })?;
+            let found = TeacherDistributions::TopK {
+                ids: pieces.joined(|(ids, _)| ids)?,
+                log_probs: pieces.joined(|(_, log_probs)| log_probs)?,
+            };
+            all.insert(name.to_owned(), found.map(|x| tokens.spread(x, &rows))?);
+        }
+        Ok(all)
     }
 
-    /// Asks for the distributions of a micro-batch that has none.
+    /// Asks for the distributions of a micro-batch that it has not got from [`Self::of_step`].
     pub(super) fn complete(
         &self,
         micro_batch: &mut TrainingBatch,
         progress: &dyn Progress,
     ) -> Result<()> {
-        if micro_batch.teacher.is_none() {
-            micro_batch.teacher = Some(self.ask(micro_batch.tokens(), progress)?);
+        for &(name, teacher) in &self.teachers {
+            if micro_batch.teachers.contains_key(name) {
+                continue;
+            }
+            let tokens = micro_batch.tokens();
+            let Some((read, rows)) = tokens.for_teacher(name)? else {
+                continue;
+            };
+            let found = self.ask(teacher, &read, progress)?;
+            let found = found.map(|x| tokens.spread(x, &rows))?;
+            micro_batch.teachers.insert(name.to_owned(), found);
         }
         Ok(())
     }
 
-    fn ask(&self, batch: &TokenBatch, progress: &dyn Progress) -> Result<TeacherDistributions> {
+    fn ask(
+        &self,
+        teacher: &dyn Teacher,
+        read: &TokenBatch,
+        progress: &dyn Progress,
+    ) -> Result<TeacherDistributions> {
         let entries = match self.loss.support {
             Support::Teacher { k } => Some(k),
             _ => None,
         };
-        let read = batch.for_teacher();
-        self.teacher.distributions(&read, entries, progress)
+        teacher.distributions(read, entries, progress)
     }
 }

@@ -79,7 +79,8 @@ pub struct MemoryPlan {
     pub frozen: usize,
     /// Weights of the reference, unless it shares those of the policy.
     pub reference: usize,
-    /// Weights of a teacher in this process: 0 unless [`Self::with_teacher`] sets it.
+    /// Weights of teachers in this process: 0 unless [`Self::with_teacher`] or
+    /// [`Self::with_self_teacher`] adds them.
     pub teacher: usize,
     /// Weights of the critic, and the state of its optimizer.
     pub critic: usize,
@@ -220,18 +221,18 @@ impl MemoryPlan {
         })
     }
 
-    /// Returns this plan with a teacher of the shape `model`, with its weights in `dtype`.
+    /// Returns this plan with one more teacher, of the shape `model` and with weights in `dtype`.
     #[must_use]
     pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
         Self {
-            teacher: count * DType::from(dtype).size_in_bytes(),
+            teacher: self.teacher + count * DType::from(dtype).size_in_bytes(),
             ..self
         }
     }
 
-    /// Returns this plan with the policy of the shape `model` as its own teacher, which reads
+    /// Returns this plan with the policy of the shape `model` as one more teacher, which reads
     /// prompts of up to `prompt_tokens`. With adapters, only those that it follows are copied.
     ///
     /// # Errors
@@ -254,7 +255,7 @@ impl MemoryPlan {
         let longest = passes.iter().map(|pass| pass.tokens).max();
         let read = model.forward_bytes(longest.unwrap_or(0), config.compute_dtype.into());
         Ok(Self {
-            teacher: policy_copy_bytes(count, config, follows),
+            teacher: self.teacher + policy_copy_bytes(count, config, follows),
             training: self.training.max(read),
             ..self
         })

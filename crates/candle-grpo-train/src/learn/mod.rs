@@ -30,6 +30,7 @@ pub mod step;
 mod step_metrics;
 mod supervised;
 mod teacher_prompts;
+pub(crate) mod teachers;
 mod train_config;
 mod trainer;
 pub(crate) mod trainer_state;
@@ -49,17 +50,18 @@ pub use memory_fit::MemoryFit;
 pub use memory_plan::{Draws, MemoryPlan};
 pub use micro_batches::{Auto, MicroBatchTokens};
 pub use models::Models;
-pub use parts::{TeacherPart, TrainerParts};
+pub use parts::TrainerParts;
 pub use reference::{Reference, ReferenceRefresh};
 pub use rollout_groups::rollout_log_probs;
 pub use rollout_log::{
     BranchPlace, RolloutBranch, RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole,
 };
 pub use schedule::LearningRateSchedule;
-pub use self_teacher::SelfTeacherConfig;
+pub use self_teacher::{SelfTeacherConfig, SiblingConfig};
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
 pub use supervised::LikelihoodSums;
 pub use teacher_prompts::TeacherPrompts;
+pub use teachers::{TeacherPart, teacher_name};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;
 pub use trainer_state::TrainerState;

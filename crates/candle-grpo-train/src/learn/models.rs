@@ -7,14 +7,12 @@ use anyhow::{Context, Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_core::validate::check;
 use candle_grpo_nn::optim::Sharding;
-use candle_grpo_nn::{
-    BaseWeights, DecoderConfig, LanguageModel, Lora, LoraConfig, ModelConfig, Parameters,
-};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
 use super::actor::divides_weights;
 use super::needs::{Needs, Source};
-use super::self_teacher::SelfTeacher;
-use super::{Ranks, Reference, ReferenceRefresh, Teacher};
+use super::teachers::{TeacherPart, Teachers};
+use super::{Ranks, Reference, ReferenceRefresh};
 use crate::checksums::sha256_of_parameters;
 use crate::rollout::PolicyWeights;
 use crate::{
@@ -30,10 +28,8 @@ pub struct Models<C: ModelConfig = DecoderConfig> {
     pub reference: Option<Reference<C::Model>>,
     /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
-    /// Another policy to learn from.
-    pub teacher: Option<Arc<dyn Teacher>>,
-    /// The copy of the policy to learn from, in place of another.
-    pub(crate) self_teacher: Option<SelfTeacher<C::Model>>,
+    /// The policies to learn from.
+    pub(crate) teachers: Teachers<C::Model>,
     /// The critic of [`TrainConfig::critic`].
     pub critic: Option<Critic>,
     /// True if the last [`update`](super::step::update) has changed weights.
@@ -101,8 +97,7 @@ impl<C: ModelConfig> Models<C> {
             actor,
             reference: None,
             reference_refresh: None,
-            teacher: None,
-            self_teacher: None,
+            teachers: Teachers::default(),
             critic: None,
             updated: false,
             base_sha256: OnceCell::new(),
@@ -150,9 +145,14 @@ impl<C: ModelConfig> Models<C> {
         self.actor.sampler_of(&self.model, config)
     }
 
-    /// Makes a copy of the policy its teacher.
-    pub(super) fn learn_from_self(&mut self, refresh: Option<ReferenceRefresh>) -> Result<()> {
-        self.self_teacher = Some(SelfTeacher::new(&self.model, &self.actor, refresh)?);
+    /// Sets the policy to learn from. A custom loop passes the teacher of each completion to
+    /// [`StepBatch::with_teachers`](super::step::StepBatch::with_teachers).
+    ///
+    /// # Errors
+    ///
+    /// If the device runs out of memory for a copy of the policy.
+    pub fn learn_from(&mut self, teacher: &TeacherPart) -> Result<()> {
+        self.teachers = Teachers::new(teacher, (&self.model, &self.actor))?;
         Ok(())
     }
 
@@ -163,21 +163,10 @@ impl<C: ModelConfig> Models<C> {
         {
             reference.refresh(self.actor.parameters(), refresh.alpha)?;
         }
-        if let Some(teacher) = &mut self.self_teacher {
+        if let Some(teacher) = self.teachers.own_mut() {
             teacher.refresh(step, (&self.model, &self.actor))?;
         }
         Ok(())
-    }
-
-    /// Returns the policy to learn from, and the actor that learns.
-    pub(super) fn learning(&mut self) -> (&mut Actor<C::Model>, Option<&dyn Teacher>) {
-        let teacher = teacher_of(self.teacher.as_deref(), self.self_teacher.as_ref());
-        (&mut self.actor, teacher)
-    }
-
-    /// Returns the policy to learn from.
-    pub(super) fn teacher(&self) -> Option<&dyn Teacher> {
-        teacher_of(self.teacher.as_deref(), self.self_teacher.as_ref())
     }
 
     /// Discards all gradients.
@@ -187,13 +176,6 @@ impl<C: ModelConfig> Models<C> {
             critic.zero_grad();
         }
     }
-}
-
-fn teacher_of<'a, M: LanguageModel + Send + Sync>(
-    other: Option<&'a dyn Teacher>,
-    own: Option<&'a SelfTeacher<M>>,
-) -> Option<&'a dyn Teacher> {
-    other.or(own.map(|own| own.reference() as &dyn Teacher))
 }
 
 /// Creates a policy that starts from `parameters`, on one of the ranks, which divide what belongs

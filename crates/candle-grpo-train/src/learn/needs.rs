@@ -41,7 +41,7 @@ impl Source {
             Input::RewardBaselines => Self::GreedyRollouts,
             Input::OldLogProbs | Input::Entropy | Input::SumOfSquaredProbs => Self::Policy,
             Input::RefLogProbs => Self::Reference,
-            Input::TeacherLogProbs => Self::Teacher,
+            Input::TeacherLogProbs | Input::TeacherMask => Self::Teacher,
             Input::Values => Self::Critic,
             Input::ImportanceWeights | Input::PolicyMask | Input::EntropyMask => Self::Inputs,
             _ => Self::MiniBatch,
@@ -107,6 +107,7 @@ impl TrainConfig {
             && inputs.contains(Input::OldLogProbs);
         inputs
             | Inputs::when(by_entropy && self.top_entropy.is_some(), Input::Entropy)
+            | Inputs::when(inputs.contains(Input::TeacherLogProbs), Input::TeacherMask)
             | Inputs::when(corrects, [Input::RolloutLogProbs, Input::ImportanceWeights])
     }
 }

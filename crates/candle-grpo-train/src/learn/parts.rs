@@ -17,12 +17,12 @@ use super::collector::{Collect, Collector};
 use super::demonstrations::Demonstrations;
 use super::models::Models;
 use super::needs::Needs;
-use super::self_teacher::SelfTeacherConfig;
-use super::{Ranks, Teacher, Trainer, TrainerState};
+use super::teachers::{TeacherChoice, TeacherPart};
+use super::{Ranks, Trainer, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::rollout::{LocalGenerator, Trajectories};
-use crate::{ChatTemplate, Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
+use crate::{Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
 
@@ -109,28 +109,6 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     pub parameters_sha256: Option<String>,
 }
 
-/// The policy to learn from.
-#[derive(Clone)]
-#[expect(clippy::large_enum_variant, reason = "a run has one")]
-pub enum TeacherPart {
-    /// Another policy, which does not change.
-    Other(Arc<dyn Teacher>),
-    /// The policy itself, which reads other prompts.
-    Own {
-        /// The settings.
-        config: SelfTeacherConfig,
-        /// Renders prompts that are conversations.
-        chat_template: Option<ChatTemplate>,
-    },
-}
-
-impl TeacherPart {
-    /// Creates [`Self::Other`].
-    pub fn other(teacher: impl Teacher + 'static) -> Self {
-        Self::Other(Arc::new(teacher))
-    }
-}
-
 impl<C: ModelConfig> TrainerParts<C> {
     /// Creates the parts of a run of one process, whose policy draws the completions itself.
     pub fn new(
@@ -181,8 +159,8 @@ impl<C: ModelConfig> TrainerParts<C> {
             "none",
             "be given, as recipe.distillation_loss learns from it",
         )?;
-        if let Some(TeacherPart::Own { config, .. }) = &self.teacher {
-            let valid = config.validate(&self.config);
+        if let Some(teacher) = &self.teacher {
+            let valid = teacher.validate(&self.config);
             valid.map_err(|error| within("teacher", error))?;
         }
         let world_size = self.collective.world_size();
@@ -217,20 +195,14 @@ impl<C: ModelConfig> Trainer<C> {
         let collective = &parts.collective;
         let mut models =
             Models::with_needs(parts.model, parts.parameters, &config, needs, collective)?;
-        let teacher_prompts = match parts.teacher {
-            None => None,
-            Some(TeacherPart::Other(teacher)) => {
-                models.teacher = Some(teacher);
-                None
-            }
-            Some(TeacherPart::Own {
-                config,
-                chat_template,
-            }) => {
-                models.learn_from_self(config.refresh)?;
-                Some(config.prompts(chat_template)?)
-            }
-        };
+        if let Some(teacher) = &parts.teacher {
+            models.learn_from(teacher)?;
+        }
+        let decoder = models.model.decoder();
+        let longest_row = decoder.map_or(usize::MAX, DecoderConfig::longest_row);
+        let teacher = parts.teacher.as_ref();
+        let teacher = teacher.map(|teacher| TeacherChoice::new(teacher, longest_row));
+        let teacher = teacher.transpose()?;
         if let Some(sha256) = parts.parameters_sha256 {
             models.base_sha256 = sha256.into();
         }
@@ -280,7 +252,7 @@ impl<C: ModelConfig> Trainer<C> {
             config,
             needs,
             estimator: parts.estimator,
-            teacher_prompts,
+            teacher,
             collector,
             source,
             demonstrations: demonstrations.transpose()?,

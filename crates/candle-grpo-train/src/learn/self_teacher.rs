@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_core::validate::check;
+use candle_grpo_core::validate::{check, finite};
 use candle_grpo_nn::{Decoder, LanguageModel, Lora, ModelConfig, Parameters};
 use serde::{Deserialize, Serialize};
 
@@ -43,10 +43,28 @@ pub struct SelfTeacherConfig {
     /// Column with the teacher's prompt, in place of `prompt`: a text, or messages, which are the
     /// whole conversation.
     pub prompt_column: Option<String>,
+    /// Shows the best other completion of the group to the teacher (SDPO). `{sibling}` in `prompt`
+    /// stands for its text. Without one, a completion has no teacher. Absent: none is shown.
+    pub sibling: Option<SiblingConfig>,
     /// Updates of the teacher from the policy, with the keys of `reference_refresh`:
     /// `{every_steps: 1, alpha: 0.05}` is a moving average, and `{every_steps: 10}` copies the
     /// policy every 10 steps. Absent: the teacher is the initial policy.
     pub refresh: Option<ReferenceRefresh>,
+}
+
+/// Completions that a teacher may see.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct SiblingConfig {
+    /// Smallest reward of a completion that a teacher sees. Default 1.
+    pub min_reward: f64,
+}
+
+impl Default for SiblingConfig {
+    fn default() -> Self {
+        Self { min_reward: 1. }
+    }
 }
 
 impl SelfTeacherConfig {
@@ -57,6 +75,15 @@ impl SelfTeacherConfig {
     /// Fails if an option is not valid, or there is not exactly one source of prompts.
     pub fn validate(&self, train: &TrainConfig) -> Result<()> {
         self.prompts(None)?;
+        if let Some(sibling) = &self.sibling {
+            finite("sibling.min_reward", sibling.min_reward)?;
+            check(
+                train.num_generations > 1,
+                "sibling",
+                "given",
+                "be absent with num_generations: 1, as a completion has no sibling",
+            )?;
+        }
         let Some(refresh) = &self.refresh else {
             return Ok(());
         };
@@ -77,8 +104,9 @@ impl SelfTeacherConfig {
     ///
     /// Fails if there is not exactly one source of prompts, or the template is not valid.
     pub fn prompts(&self, chat_template: Option<ChatTemplate>) -> Result<TeacherPrompts> {
-        let (prompt, column) = (self.prompt.as_deref(), self.prompt_column.as_deref());
-        TeacherPrompts::new(prompt, column, chat_template)
+        let source = (self.prompt.as_deref(), self.prompt_column.as_deref());
+        let min_reward = self.sibling.map(|sibling| sibling.min_reward);
+        TeacherPrompts::new(source, min_reward, chat_template)
     }
 }
 

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_base::Template;
 use candle_grpo_base::column::column;
 use candle_grpo_core::Invalid;
+use candle_grpo_core::validate::check;
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
@@ -16,6 +17,8 @@ use crate::{ChatTemplate, Prompt};
 #[derive(Debug, Clone)]
 pub struct TeacherPrompts {
     source: Source,
+    /// The smallest reward of a completion that the template shows, if it shows one.
+    min_reward: Option<f64>,
     chat_template: Option<ChatTemplate>,
 }
 
@@ -28,8 +31,8 @@ enum Source {
 impl TeacherPrompts {
     /// Creates the prompts of a template or a column, of which there is one.
     pub(super) fn new(
-        prompt: Option<&str>,
-        prompt_column: Option<&str>,
+        (prompt, prompt_column): (Option<&str>, Option<&str>),
+        min_reward: Option<f64>,
         chat_template: Option<ChatTemplate>,
     ) -> Result<Self> {
         let source = match (prompt, prompt_column) {
@@ -44,31 +47,68 @@ impl TeacherPrompts {
                 return Err(Invalid::new("prompt_column", "given", must).into());
             }
         };
+        let shows = |source: &Source| match source {
+            Source::Template(template) => template.has_column(SIBLING),
+            Source::Column(_) => false,
+        };
+        let must = "be absent unless prompt contains {sibling}";
+        let is_valid = min_reward.is_none() || shows(&source);
+        check(is_valid, "sibling", "given", must)?;
         Ok(Self {
             source,
+            min_reward,
             chat_template,
         })
     }
 
-    /// Returns the tokens that the teacher reads in place of `prompt`.
+    /// Returns whether the prompts show another completion of the group.
+    pub fn shows_sibling(&self) -> bool {
+        self.min_reward.is_some()
+    }
+
+    /// Returns the completion that the teacher of completion `of` sees: the first with the highest
+    /// reward among the others of its group, which have these rewards.
+    pub(super) fn sibling(&self, of: usize, rewards: &[f32]) -> Option<usize> {
+        let min_reward = self.min_reward?;
+        let others = rewards.iter().enumerate();
+        let others = others.filter(|&(i, &reward)| i != of && f64::from(reward) >= min_reward);
+        // The last of equal ones is the first in reverse.
+        let best = others.rev().max_by(|(_, a), (_, b)| a.total_cmp(b));
+        best.map(|(i, _)| i)
+    }
+
+    /// Returns the tokens that the teacher reads in place of `prompt`, with the text of another
+    /// completion if it [shows one](Self::shows_sibling).
     ///
     /// # Errors
     ///
     /// Fails if a column is missing or has another kind, a conversation does not end with a message
     /// to replace, or a prompt has no tokens.
-    pub fn tokens(&self, prompt: &Prompt, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        let tokens = self.try_tokens(prompt, tokenizer);
+    pub fn tokens(
+        &self,
+        prompt: &Prompt,
+        sibling: Option<&str>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<u32>> {
+        let tokens = self.try_tokens(prompt, sibling, tokenizer);
         tokens.with_context(|| format!("the teacher's prompt {}", prompt.index))
     }
 
-    fn try_tokens(&self, prompt: &Prompt, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    fn try_tokens(
+        &self,
+        prompt: &Prompt,
+        sibling: Option<&str>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<u32>> {
         let (mut messages, prefill) = without_prefill(prompt);
         let last = messages.last().map(|message| &message["content"]);
         let own = last.map_or(Some(prompt.text.as_str()), Value::as_str);
         let text = match &self.source {
             Source::Template(template) => {
                 let own = own.context("the last message of the policy's prompt has no text")?;
-                template.fill_with(&[("prompt", own)], &prompt.columns)?
+                let sibling = sibling.map(|text| (SIBLING, text));
+                let texts: Vec<_> = [("prompt", own)].into_iter().chain(sibling).collect();
+                template.fill_with(&texts, &prompt.columns)?
             }
             Source::Column(name) => match column(&prompt.columns, name)? {
                 Value::String(text) => text.clone(),
@@ -112,6 +152,9 @@ impl TeacherPrompts {
         Ok(Prompt::new(prompt.index, &text, Value::Null, tokenizer)?.tokens)
     }
 }
+
+/// The name of the shown completion in a template.
+const SIBLING: &str = "sibling";
 
 /// Returns the messages of a prompt, and the start of the answer that follows them.
 fn without_prefill(prompt: &Prompt) -> (Vec<Value>, &str) {

@@ -17,7 +17,8 @@ use super::rollout_groups::{RolloutGroups, record};
 use super::rollout_log::StepRollouts;
 use super::staleness::staleness_metrics;
 use super::step::{Passes, StepBatch, advantages, signals, update};
-use super::{Ranks, RolloutLogConfig, RolloutRecord, TeacherPrompts, TrainerState};
+use super::teachers::TeacherChoice;
+use super::{Ranks, RolloutLogConfig, RolloutRecord, TrainerState};
 use crate::environment::ensure_some_worked;
 use crate::rollout::PolicyWeights;
 use crate::{
@@ -40,8 +41,8 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     pub(super) needs: Needs,
     /// A custom estimator in place of the one in the recipe.
     pub(super) estimator: Option<Box<dyn AdvantageEstimator>>,
-    /// The prompts that the teacher reads in place of the policy's.
-    pub(super) teacher_prompts: Option<TeacherPrompts>,
+    /// The teacher of each completion.
+    pub(super) teacher: Option<TeacherChoice>,
     pub(super) collector: Collector<C>,
     /// Collects the completions of steps with the collector.
     pub(super) source: Box<dyn Collect<C>>,
@@ -221,19 +222,10 @@ impl<C: ModelConfig> Trainer<C> {
             let weights = self.sample_weights(batch.groups())?;
             batch = batch.with_sample_weights(Tensor::new(weights, device)?);
         }
-        if let Some(teacher) = &self.teacher_prompts {
-            let prompt = |&row: &usize| {
-                let prompt = &self.prompts()[row];
-                let tokens = teacher.tokens(prompt, self.tokenizer())?;
-                Ok((prompt.tokens.as_slice(), tokens))
-            };
-            let prompts: Vec<_> = batch
-                .groups()
-                .rows
-                .iter()
-                .map(prompt)
-                .collect::<Result<_>>()?;
-            batch = batch.with_teacher_prompts(&prompts)?;
+        if let Some(teacher) = &self.teacher {
+            let texts = (&config.sampling, self.tokenizer());
+            let teachers = teacher.of_groups(batch.groups(), self.prompts(), texts)?;
+            batch = batch.with_teachers(teachers)?;
         }
         let filtered = batch.why_filtered(config)?;
         if filtered.is_some() {

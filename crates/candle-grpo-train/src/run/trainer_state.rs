@@ -218,7 +218,7 @@ impl<C: ModelConfig> Models<C> {
         {
             parameters.save(&folder.join(REFERENCE))?;
         }
-        let teacher = self.self_teacher.as_ref();
+        let teacher = self.teachers.own();
         if let Some(parameters) = teacher.and_then(SelfTeacher::followed) {
             parameters.save(&folder.join(TEACHER))?;
         }
@@ -327,19 +327,7 @@ impl<C: ModelConfig> Models<C> {
         if let (Some(reference), Some(_)) = (&self.reference, self.reference_refresh) {
             reference.set_values(&read(REFERENCE)?).context(REFERENCE)?;
         }
-        let follows = |teacher: &SelfTeacher<C::Model>| teacher.followed().is_some();
-        let teacher = self
-            .self_teacher
-            .as_mut()
-            .filter(|teacher| follows(teacher));
-        ensure!(
-            teacher.is_some() == folder.join(TEACHER).exists(),
-            "{TEACHER}: a teacher cannot begin to follow the policy, or cease to"
-        );
-        if let Some(teacher) = teacher {
-            let set = teacher.set_values(&read(TEACHER)?, (&self.model, &self.actor));
-            set.context(TEACHER)?;
-        }
+        self.load_teacher(folder)?;
         ensure!(
             self.critic.is_some() == folder.join(CRITIC).exists(),
             "{CRITIC}: a run cannot begin to use a critic, or cease to"
@@ -355,6 +343,22 @@ impl<C: ModelConfig> Models<C> {
         Ok(file.state_for(prompts))
     }
 
+    /// Reads the weights of a teacher that follows the policy.
+    fn load_teacher(&mut self, folder: &Path) -> Result<()> {
+        let path = folder.join(TEACHER);
+        let teacher = self.teachers.own_mut();
+        let teacher = teacher.filter(|own| own.followed().is_some());
+        ensure!(
+            teacher.is_some() == path.exists(),
+            "{TEACHER}: a teacher cannot begin to follow the policy, or cease to"
+        );
+        if let Some(teacher) = teacher {
+            let set = teacher.set_values(&read_tensors(&path)?, (&self.model, &self.actor));
+            set.context(TEACHER)?;
+        }
+        Ok(())
+    }
+
     /// Hash of the initial weights, if the adapters, a frozen reference or a frozen teacher depend
     /// on them.
     fn base_sha256(&self) -> Result<Option<String>> {
@@ -363,7 +367,7 @@ impl<C: ModelConfig> Models<C> {
             (None, Some(reference)) if self.reference_refresh.is_none() => reference.parameters(),
             _ => None,
         };
-        let teacher = self.self_teacher.as_ref();
+        let teacher = self.teachers.own();
         let base = base.or(teacher.and_then(SelfTeacher::frozen));
         let Some(base) = base else {
             return Ok(None);

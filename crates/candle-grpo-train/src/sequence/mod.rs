@@ -44,6 +44,8 @@ pub struct Sequence {
     prompt_len: usize,
     experts: Option<Arc<[u16]>>,
     weight_versions: Option<Arc<[u64]>>,
+    /// Its name; absent if the sequence has no teacher.
+    teacher: Option<Arc<str>>,
     teacher_prompt: Option<Arc<[u32]>>,
 }
 
@@ -81,6 +83,7 @@ impl Sequence {
             prompt_len: 0,
             experts: None,
             weight_versions: None,
+            teacher: Some(Arc::default()),
             teacher_prompt: None,
         })
     }
@@ -152,6 +155,21 @@ impl Sequence {
             weight_versions: Some(versions.into()),
             ..self
         })
+    }
+
+    /// Sets the name of the teacher that scores this sequence, or that there is none. By default it
+    /// is empty: the name of a single teacher.
+    #[must_use]
+    pub fn with_teacher(self, name: Option<Arc<str>>) -> Self {
+        Self {
+            teacher: name,
+            ..self
+        }
+    }
+
+    /// Returns the name of the teacher, if there is one.
+    pub fn teacher(&self) -> Option<&str> {
+        self.teacher.as_deref()
     }
 
     /// Sets the prompt tokens that a teacher reads in place of [`Self::prompt`].

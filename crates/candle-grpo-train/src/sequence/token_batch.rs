@@ -61,9 +61,55 @@ impl TokenBatch {
         self.with_sequences(self.sequences.iter().map(Sequence::without_experts))
     }
 
-    /// Returns this batch as the teacher reads it: [`Sequence::for_teacher`].
-    pub(crate) fn for_teacher(&self) -> Self {
-        self.with_sequences(self.sequences.iter().map(Sequence::for_teacher))
+    /// Returns the sequences of the teacher with this name as it reads them
+    /// ([`Sequence::for_teacher`]), and their indices. `None` if it has none.
+    pub(crate) fn for_teacher(&self, name: &str) -> Result<Option<(Self, Vec<usize>)>> {
+        let taught = self.sequences.iter().enumerate();
+        let taught = taught.filter(|(_, sequence)| sequence.teacher() == Some(name));
+        let rows: Vec<usize> = taught.map(|(row, _)| row).collect();
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let read = self.select(&rows)?;
+        let read = read.with_sequences(read.sequences.iter().map(Sequence::for_teacher));
+        Ok(Some((read, rows)))
+    }
+
+    /// Returns `x` `[R, ..]` of the sequences with these indices as values of all, `[B, ..]`, with
+    /// 0 for the others.
+    pub(crate) fn spread(&self, x: &Tensor, rows: &[usize]) -> candle_core::Result<Tensor> {
+        let total = self.sequences.len();
+        if rows.iter().copied().eq(0..total) {
+            return Ok(x.clone());
+        }
+        // The row after the last one is 0.
+        let zero = x.narrow(0, 0, 1)?.zeros_like()?;
+        let mut places = vec![rows.len() as u32; total];
+        for (place, &row) in rows.iter().enumerate() {
+            places[row] = place as u32;
+        }
+        let places = Tensor::new(places, x.device())?;
+        Tensor::cat(&[x, &zero], 0)?.index_select(&places, 0)
+    }
+
+    /// Returns the response mask of the sequences for which `counts` is true.
+    pub(crate) fn mask_of(&self, counts: impl Fn(&Sequence) -> bool) -> Result<Tensor> {
+        if self.sequences.iter().all(&counts) {
+            return Ok(self.response_mask.clone());
+        }
+        let counts = self
+            .sequences
+            .iter()
+            .map(|sequence| u32::from(counts(sequence)));
+        let counts: Vec<u32> = counts.collect();
+        let counts = Tensor::new(counts, self.targets.device())?.unsqueeze(1)?;
+        Ok(self.response_mask.broadcast_mul(&counts)?)
+    }
+
+    /// Returns whether a token that trains has a teacher.
+    pub(crate) fn has_teacher(&self) -> bool {
+        let mut trained = self.sequences.iter();
+        trained.any(|sequence| sequence.teacher().is_some() && sequence.num_trained_tokens() > 0)
     }
 
     /// Returns this batch with `sequences`, which have the same responses with the same weights.

@@ -109,7 +109,7 @@ fn batch() -> TrainingBatch {
     let distributions = teacher().distributions(&tokens).unwrap();
     let advantages = Tensor::new(&[1f32, -0.5, 0.3, 0.2], device()).unwrap();
     let mut batch = TrainingBatch::new(tokens, &advantages);
-    batch.teacher = Some(distributions);
+    batch.teachers.insert(String::new(), distributions);
     batch
 }
 
@@ -311,13 +311,13 @@ fn a_teacher_may_have_more_rows_than_the_policy() {
         metrics.map(|metrics| metrics.get("divergence").unwrap())
     };
     let expected = divergence(&batch).unwrap();
-    let Some(TeacherDistributions::Hidden { weight, .. }) = &mut batch.teacher else {
+    let Some(TeacherDistributions::Hidden { weight, .. }) = batch.teachers.get_mut("") else {
         panic!("no hidden states");
     };
     let narrow = weight.narrow(0, 0, 3).unwrap();
     *weight = Tensor::cat(&[&*weight, &narrow], 0).unwrap();
     assert_eq!(divergence(&batch).unwrap(), expected);
-    let Some(TeacherDistributions::Hidden { weight, .. }) = &mut batch.teacher else {
+    let Some(TeacherDistributions::Hidden { weight, .. }) = batch.teachers.get_mut("") else {
         panic!("no hidden states");
     };
     *weight = narrow;
@@ -376,7 +376,7 @@ fn a_teacher_that_is_not_finite_is_named() {
     };
     // The third sequence has no token that counts.
     for (row, is_used) in [(2, false), (0, true)] {
-        let Some(TeacherDistributions::Hidden { hidden, .. }) = &mut batch.teacher else {
+        let Some(TeacherDistributions::Hidden { hidden, .. }) = batch.teachers.get_mut("") else {
             panic!("no hidden states");
         };
         let mut rows: Vec<Tensor> = (0..4).map(|i| hidden.get(i).unwrap()).collect();
@@ -487,7 +487,8 @@ fn what_is_missing_is_named() {
         let loss = Some(DistillationLoss::default());
         let mut actor = actor(parameters(), PolicyLoss::gpg(), loss);
         let mut batch = batch.clone();
-        batch.teacher = teacher;
+        let teacher = teacher.map(|teacher| (String::new(), teacher));
+        batch.teachers = teacher.into_iter().collect();
         actor
             .forward_backward(&batch, &totals)
             .unwrap_err()

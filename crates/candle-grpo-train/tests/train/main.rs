@@ -30,6 +30,7 @@ mod resume;
 mod reward_model;
 mod sampler;
 mod self_teacher;
+mod several_teachers;
 mod sft;
 #[cfg(feature = "statistics")]
 mod statistics;

@@ -12,13 +12,15 @@ use candle_grpo_loss::{
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{Lora, LoraConfig};
 use candle_grpo_test_support::{device, message, stay_on_cpu};
-use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch};
+use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch, TaughtBy};
 use candle_grpo_train::learn::{
-    MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, TeacherPart,
+    MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, SiblingConfig,
+    TeacherPart,
 };
+use candle_grpo_train::run::RolloutRecord;
 use candle_grpo_train::{
-    ChatTemplate, ComputeDType, Prompt, Sample, StepMetrics, TokenBatch, TrainConfig, Trainer,
-    TrainerParts,
+    ChatTemplate, ComputeDType, FinishReason, Prompt, Sample, StepMetrics, TokenBatch, TrainConfig,
+    Trainer, TrainerParts,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -89,7 +91,7 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
     let config = two_terms();
     let mut models = Models::new(model(), parameters(), &config)?;
     let teacher = || Reference::new(&model(), &parameters(), ComputeDType::F32);
-    models.teacher = Some(std::sync::Arc::new(teacher()?));
+    models.learn_from(&TeacherPart::other(teacher()?))?;
     let prompts = prompts(&["abc", "d", "ee"]);
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let sampler = models.sampler(config.sampling.clone())?;
@@ -103,15 +105,20 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
     )?;
     let mut batch = StepBatch::new(groups, &config, device())?;
     let read: [&[u32]; 3] = [&[5, 4, 3, 2, 1], &[2], &[1, 1]];
-    let pairs = prompts.iter().zip(read);
-    let pairs: Vec<_> = pairs
-        .map(|(prompt, read)| (prompt.tokens.as_slice(), read.to_vec()))
-        .collect();
+    let teachers = |own: &[u32]| {
+        let teacher = |(prompt, read): (&&Prompt, &[u32])| TaughtBy {
+            prompt: Some(([own, &prompt.tokens].concat(), read.to_vec())),
+            ..TaughtBy::default()
+        };
+        let groups = prompts.iter().zip(read).map(teacher);
+        let all = groups.flat_map(|teacher| vec![Some(teacher); config.num_generations]);
+        all.collect::<Vec<_>>()
+    };
     let ranks = Ranks::default();
     let passes = Passes::new(&config, &ranks)?;
     let needs = Needs::new(&config, None).all();
     let plain = batch.clone();
-    batch = batch.with_teacher_prompts(&pairs)?;
+    batch = batch.with_teachers(teachers(&[]))?;
     step::signals(&mut batch, needs, &models, &config, passes)?;
     let found = batch.input(Input::TeacherLogProbs).unwrap();
 
@@ -125,13 +132,12 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
     let own = batch.input(Input::RefLogProbs).unwrap();
     assert!(max_difference(found, own) > 0.1);
 
-    let wrong = |pairs: &[(&[u32], Vec<u32>)]| message(plain.clone().with_teacher_prompts(pairs));
+    let wrong = |teachers| message(plain.clone().with_teachers(teachers));
     assert_eq!(
-        wrong(&pairs[..1]),
-        "prompts: 1, must be one for each of 3 groups"
+        wrong(vec![None]),
+        "teachers: 1, must be one for each of 12 completions"
     );
-    let other = [(&[1, 1][..], vec![2]), pairs[1].clone(), pairs[2].clone()];
-    assert!(wrong(&other).starts_with("sequence 0: its prompt does not begin with"));
+    assert!(wrong(teachers(&[1])).starts_with("sequence 0: its prompt does not begin with"));
     Ok(())
 }
 
@@ -359,6 +365,86 @@ fn the_plan_of_memory_has_the_copy() {
     }
 }
 
+fn with_sibling(config: SelfTeacherConfig, min_reward: f64) -> SelfTeacherConfig {
+    SelfTeacherConfig {
+        sibling: Some(SiblingConfig { min_reward }),
+        ..config
+    }
+}
+
+/// The teacher of a completion sees the best other one of its group.
+#[test]
+fn a_teacher_sees_the_best_sibling() {
+    stay_on_cpu();
+    let mut config = two_terms();
+    config.recipe.policy_loss.kl = None;
+    let sibling = with_sibling(source(Some("{prompt}e{sibling}"), None), 0.5);
+    let teacher = TeacherPart::Own {
+        config: sibling,
+        chat_template: None,
+    };
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(teacher),
+        ..parts(digest, config.clone())
+    });
+    let metrics = trainer.step().unwrap();
+    let records = trainer.rollouts(&Default::default()).unwrap();
+    // The same step by hand.
+    let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let tokenizer = tokenizer();
+    let encode = |text: &str| tokenizer.encode(text, false).unwrap().get_ids().to_vec();
+    let (mut sum, mut count, mut taught) = (0., 0., 0);
+    for group in records.chunks(config.num_generations) {
+        for (i, record) in group.iter().enumerate() {
+            let others = group.iter().enumerate().filter(|(j, _)| *j != i);
+            let rewards = others.map(|(j, other)| (j, other.reward.unwrap()));
+            let mut best: Option<(usize, f32)> = None;
+            for (j, reward) in rewards {
+                if reward >= 0.5 && best.is_none_or(|(_, most)| reward > most) {
+                    best = Some((j, reward));
+                }
+            }
+            let Some((best, _)) = best else {
+                continue;
+            };
+            taught += 1;
+            let response = response_of(record, &encode);
+            let prompt = encode(&record.prompt);
+            let read = encode(&format!("{}e{}", record.prompt, group[best].completion));
+            let log_probs = |prompt: &[u32]| {
+                let batch = TokenBatch::new(&[(prompt, &response)], device()).unwrap();
+                let found = teacher
+                    .log_probs(&batch, config.sampling.temperature)
+                    .unwrap();
+                found.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            };
+            for (read, own) in log_probs(&read).iter().zip(log_probs(&prompt)) {
+                sum += f64::from(read - own);
+                count += 1.;
+            }
+        }
+    }
+    assert!(0 < taught && taught < records.len(), "{taught}");
+    let share = taught as f64 / records.len() as f64;
+    assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
+    let found = metrics.policy["teacher_log_ratio"];
+    assert!(
+        (found - sum / count).abs() < 1e-4,
+        "{found} {}",
+        sum / count
+    );
+}
+
+/// The tokens of a completion, which ends with a stop token unless it is too long.
+fn response_of(record: &RolloutRecord, encode: &dyn Fn(&str) -> Vec<u32>) -> Vec<u32> {
+    let mut tokens = encode(&record.completion);
+    if record.finish_reason == FinishReason::StopToken {
+        tokens.push(common::END);
+    }
+    assert_eq!(tokens.len(), record.response_length);
+    tokens
+}
+
 /// The prompt of a row with these columns.
 fn prompt(text: &str, columns: Value) -> Prompt {
     Prompt::new(7, text, columns, &tokenizer()).unwrap()
@@ -368,7 +454,7 @@ fn source(prompt: Option<&str>, prompt_column: Option<&str>) -> SelfTeacherConfi
     SelfTeacherConfig {
         prompt: prompt.map(str::to_owned),
         prompt_column: prompt_column.map(str::to_owned),
-        refresh: None,
+        ..SelfTeacherConfig::default()
     }
 }
 
@@ -379,7 +465,8 @@ fn text(
     prompt: &Prompt,
 ) -> anyhow::Result<String> {
     let template = template.map(ChatTemplate::new).transpose()?;
-    let tokens = config.prompts(template)?.tokens(prompt, &tokenizer())?;
+    let tokens = config.prompts(template)?;
+    let tokens = tokens.tokens(prompt, None, &tokenizer())?;
     let text = tokenizer().decode(&tokens, false);
     text.map_err(|error| anyhow::anyhow!("{error}"))
 }
@@ -481,6 +568,18 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
         (
             source(Some("{"), None),
             "prompt: \"{\", must close each brace",
+        ),
+        (
+            with_sibling(source(Some("{prompt}"), None), 1.),
+            "sibling: given, must be absent unless prompt contains {sibling}",
+        ),
+        (
+            with_sibling(source(None, Some("a")), 1.),
+            "sibling: given, must be absent unless prompt contains {sibling}",
+        ),
+        (
+            with_sibling(source(Some("{sibling}"), None), f64::NAN),
+            "sibling.min_reward: NaN, must be finite",
         ),
         (
             SelfTeacherConfig {

@@ -181,8 +181,14 @@ fn print_model(
     Ok(())
 }
 
-/// Describes a teacher.
+/// Describes a teacher, or several.
 fn describe(teacher: &TeacherConfig) -> String {
+    if let Some(column) = &teacher.by {
+        let models = teacher.models.iter();
+        let models = models.map(|(name, teacher)| format!("{name}: {}", describe(teacher)));
+        let models: Vec<String> = models.collect();
+        return format!("by the column {column:?}; {}", models.join("; "));
+    }
     match (&teacher.model, &teacher.own) {
         (Some(path), _) => path.display().to_string(),
         (None, None) => "a server".to_owned(),

@@ -14,10 +14,9 @@ use serde_json::{Map, Value};
 use super::document::{Document, is_within};
 use super::error::ConfigError;
 use super::run::{RunConfig, reward_key};
-use super::sections::ModelConfig;
+use super::sections::{ModelConfig, TeacherConfig};
 
 const MODEL: &str = "model";
-const TEACHER: &str = "teacher.model";
 
 /// A run's hub files.
 #[derive(Debug, Clone, Default)]
@@ -210,12 +209,9 @@ impl Configuration for RunConfig {
         let mut replacement = Replacement::new(&document, commits, locate);
         let (path, data) = self.model_and_data_mut();
         replacement.replace_model_and_data((path, model), data)?;
-        for path in self
-            .teacher
-            .iter_mut()
-            .flat_map(|teacher| &mut teacher.model)
-        {
-            replacement.replace(TEACHER, model, path)?;
+        let teachers = self.teacher.iter_mut();
+        for (key, path) in teachers.flat_map(TeacherConfig::models_mut) {
+            replacement.replace(&key, model, path)?;
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
             for (key, path) in reward.models_mut() {
@@ -262,8 +258,8 @@ impl Configuration for RunConfig {
 }
 
 impl RunConfig {
-    /// Returns whether weights of the teacher are still to be downloaded.
-    pub(crate) fn lacks_teacher_weights(&self) -> bool {
-        self.hub.lacks_weights_of(TEACHER)
+    /// Returns whether weights of the teacher at `key` are still to be downloaded.
+    pub(crate) fn lacks_teacher_weights(&self, key: &str) -> bool {
+        self.hub.lacks_weights_of(key)
     }
 }

@@ -1,5 +1,6 @@
 //! A whole run.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -26,7 +27,7 @@ use super::preset::{Algorithm, Preset};
 use super::problem::{Problem, each, within};
 use super::schema::{run_sections, without_empty_sections};
 use super::sections::{
-    CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TeacherConfig,
+    CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig, TEACHER, TeacherConfig,
 };
 use super::sft::{SFT, SftRunConfig};
 use super::suggestions::unknown_key;
@@ -335,37 +336,77 @@ impl RunConfig {
             (None, None) => return Ok(()),
             (Some(_), Some(teacher)) => teacher,
         };
+        if teacher.by.is_none() && teacher.models.is_empty() {
+            return self.validate_one_teacher(TEACHER, teacher);
+        }
+        let wrong = |key: &str, message: &str| Err(Problem::at(&join(TEACHER, key), message));
+        if teacher.by.is_none() {
+            return wrong(
+                "models",
+                "given, must be absent without teacher.by, the column that names them",
+            );
+        }
+        if teacher.models.is_empty() {
+            return wrong("by", "given, must be absent without teacher.models");
+        }
+        let others = [
+            ("model", teacher.model.is_some()),
+            ("server", teacher.server.is_some()),
+            ("self", teacher.own.is_some()),
+        ];
+        for (key, is_given) in others {
+            if is_given {
+                return wrong(key, "given, must be absent with teacher.models");
+            }
+        }
+        let mut has_self = false;
+        for (path, _, teacher) in teacher.each() {
+            if teacher.by.is_some() || !teacher.models.is_empty() {
+                let message = "must have one of the keys model, server and self";
+                return Err(Problem::at(&path, message));
+            }
+            if teacher.own.is_some() && std::mem::replace(&mut has_self, true) {
+                let message = "given, must be absent: another teacher has it";
+                return Err(Problem::at(&join(&path, "self"), message));
+            }
+            self.validate_one_teacher(&path, teacher)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the teacher at `path`.
+    fn validate_one_teacher(&self, path: &str, teacher: &TeacherConfig) -> Result<(), Problem> {
+        let recipe = &self.train.recipe;
+        let at = |key: &str| join(path, key);
         let server = match (&teacher.model, &teacher.server, &teacher.own) {
             (Some(_), None, None) => return Ok(()),
-            (None, None, Some(own)) => {
-                return within("teacher.self", own.validate(&self.train));
-            }
+            (None, None, Some(own)) => return within(&at("self"), own.validate(&self.train)),
             (None, Some(server), None) => server,
             (None, None, None) => {
                 return Err(Problem::at(
-                    TEACHER,
+                    path,
                     "must have the key model, the key server or the key self",
                 ));
             }
             (model, server, _) => {
                 let with = if model.is_some() { "model" } else { "server" };
                 let key = match server {
-                    Some(_) if model.is_some() => "teacher.server",
-                    _ => "teacher.self",
+                    Some(_) if model.is_some() => "server",
+                    _ => "self",
                 };
-                let message = format!("given, must be absent with teacher.{with}");
-                return Err(Problem::at(key, message));
+                let message = format!("given, must be absent with {}", at(with));
+                return Err(Problem::at(&at(key), message));
             }
         };
-        within("teacher.server", server.validate_teacher())?;
+        within(&at("server"), server.validate_teacher())?;
         if let Some(loss) = &recipe.distillation_loss {
-            let at = |key: &str, message: String| {
+            let wrong = |key: &str, message: String| {
                 let path = format!("recipe.distillation_loss.{key}");
                 Err(Problem::at(&path, message))
             };
             if !matches!(loss.support, Support::Teacher { .. }) {
                 let found = json!(loss.support);
-                return at(
+                return wrong(
                     "support",
                     format!(
                         "{found}, must be {{teacher: {{k: ...}}}} with teacher.server, which names its most likely tokens only"
@@ -373,7 +414,7 @@ impl RunConfig {
                 );
             }
             if loss.temperature != 1. && loss.tail != Tail::Renormalize {
-                return at(
+                return wrong(
                     "temperature",
                     format!(
                         "{}, must be 1 with teacher.server, which names log-probs at temperature 1, unless tail is renormalize",
@@ -383,7 +424,7 @@ impl RunConfig {
             }
         }
         let temperature = self.train.sampling.temperature;
-        if of_tokens.is_some() && temperature != 1. {
+        if recipe.teacher_log_probs_term().is_some() && temperature != 1. {
             let message = format!(
                 "{temperature}, must be 1 with teacher.server, which names log-probs at temperature 1"
             );
@@ -446,7 +487,7 @@ impl RunConfig {
             caches.map(move |path| (format!("{}.cache", reward_key(i)), path))
         });
         let inputs = self.named_inputs();
-        let inputs = inputs.map(|(key, path)| (key.to_owned(), path.as_path()));
+        let inputs = inputs.map(|(key, path)| (key.into_owned(), path.as_path()));
         for (key, path) in inputs.chain(caches) {
             check_outside(&key, path, &self.run_dir)?;
         }
@@ -471,22 +512,22 @@ impl RunConfig {
         (model, data.into_iter().chain(demonstrations))
     }
 
-    fn named_inputs(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
+    fn named_inputs(&self) -> impl Iterator<Item = (Cow<'static, str>, &PathBuf)> {
         let (data, held_out) = (&self.data.train, &self.data.held_out);
         let template = self.model.chat_template.iter();
         let demonstrations = self.demonstration_data.iter();
         let demonstrations = demonstrations.flat_map(|data| &data.train);
+        let teachers = self.teacher.iter().flat_map(TeacherConfig::each);
+        let teachers = teachers.filter_map(|(key, _, teacher)| {
+            Some((Cow::Owned(join(&key, "model")), teacher.model.as_ref()?))
+        });
         std::iter::once(("model", &self.model.path))
             .chain(template.map(|path| ("model.chat_template", path)))
-            .chain(
-                self.teacher
-                    .iter()
-                    .flat_map(|teacher| &teacher.model)
-                    .map(|model| ("teacher.model", model)),
-            )
             .chain(data.iter().map(|path| ("data.train", path)))
             .chain(held_out.iter().map(|path| ("data.held_out", path)))
             .chain(demonstrations.map(|path| ("demonstration_data.train", path)))
+            .map(|(key, path)| (Cow::Borrowed(key), path))
+            .chain(teachers)
     }
 
     /// Returns the paths that a run reads: the model, the data, and the reward files.
@@ -777,7 +818,6 @@ const DEMONSTRATION_DATA: &str = "demonstration_data";
 const ENVIRONMENT: &str = "environment";
 pub(super) const REWARDS: &str = "rewards";
 const ROLLOUT: &str = "rollout";
-const TEACHER: &str = "teacher";
 pub(super) const TRACKERS: &str = "trackers";
 const MAX_NEW_TOKENS: &str = "sampling.max_new_tokens";
 

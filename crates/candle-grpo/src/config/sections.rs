@@ -1,6 +1,7 @@
 //! The smaller sections of a configuration.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -83,7 +84,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
     }
 }
 
-/// The model that the policy learns from: one of `model`, `server` and `self`.
+/// The model that the policy learns from: one of `model`, `server` and `self`, or several `models`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TeacherConfig {
@@ -100,6 +101,41 @@ pub struct TeacherConfig {
     /// completions.
     #[serde(rename = "self")]
     pub own: Option<SelfTeacherConfig>,
+    /// Column whose value is the name of the row's teacher in `models`.
+    pub by: Option<String>,
+    /// Teachers by name, each with one of the keys `model`, `server` and `self`, of which one may
+    /// have `self`. A row without a teacher learns from its rewards only.
+    pub models: BTreeMap<String, Self>,
+}
+
+impl TeacherConfig {
+    /// Returns the teachers with the paths of their keys, and their names if there are several.
+    pub(crate) fn each(&self) -> Vec<(String, &str, &Self)> {
+        if self.models.is_empty() {
+            return vec![(TEACHER.to_owned(), "", self)];
+        }
+        let models = self.models.iter();
+        let models = models.map(|(name, own)| (named(name), name.as_str(), own));
+        models.collect()
+    }
+
+    /// Returns the models of all teachers by key, to replace them.
+    pub(super) fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
+        let own = self.model.iter_mut();
+        let own = own.map(|path| (format!("{TEACHER}.model"), path));
+        let named = self.models.iter_mut().filter_map(|(name, teacher)| {
+            let key = format!("{}.model", self::named(name));
+            Some((key, teacher.model.as_mut()?))
+        });
+        own.chain(named).collect()
+    }
+}
+
+pub(super) const TEACHER: &str = "teacher";
+
+/// The path of one of several teachers.
+fn named(name: &str) -> String {
+    format!("{TEACHER}.models.{name}")
 }
 
 /// The schedule and sampler for evaluations on held-out prompts.

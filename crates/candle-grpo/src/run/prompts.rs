@@ -20,7 +20,7 @@ use candle_grpo_train::{
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-use super::teacher::{check_teacher, self_teacher};
+use super::teacher::{check_teachers, self_teacher};
 use crate::config::{Configuration, RunConfig};
 
 /// A run's prompts.
@@ -33,8 +33,9 @@ pub struct RunPrompts {
     pub order: MixedOrder,
     /// The demonstrations, if the run has any.
     pub demonstrations: Option<SftDataset>,
-    /// The teacher's shape, if it is a model in this process and [`Self::read`] has checked it.
-    pub teacher: Option<DecoderConfig>,
+    /// The shapes of the teachers that are models in this process, once [`Self::read`] has checked
+    /// them.
+    pub teachers: Vec<DecoderConfig>,
     /// The policy as its own teacher, with the token count of the longest prompt that it reads.
     pub self_teacher: Option<(SelfTeacherConfig, usize)>,
 }
@@ -51,7 +52,7 @@ impl RunPrompts {
         let dataset = config.load_data()?;
         let mut prompts = Self::new(config, &dataset, pretrained)?;
         config.check_model(&pretrained.model, &prompts.train, &prompts.held_out)?;
-        prompts.teacher = check_teacher(config, pretrained, &prompts.train)?;
+        prompts.teachers = check_teachers(config, pretrained, &prompts.train)?;
         Ok((dataset, prompts))
     }
 
@@ -90,7 +91,7 @@ impl RunPrompts {
             held_out,
             order,
             demonstrations,
-            teacher: None,
+            teachers: Vec::new(),
         })
     }
 
@@ -144,13 +145,13 @@ impl RunPrompts {
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
         let lengths = (longest_prompt, longest_row);
         let plan = MemoryPlan::of_rank(model, train, lengths, world_size)?;
-        if let Some((teacher, longest_prompt)) = &self.self_teacher {
-            return plan.with_self_teacher(model, train, (teacher, *longest_prompt));
+        let dtype = train.compute_dtype;
+        let teachers = self.teachers.iter();
+        let plan = teachers.fold(plan, |plan, teacher| plan.with_teacher(teacher, dtype));
+        match &self.self_teacher {
+            Some((teacher, prompt)) => plan.with_self_teacher(model, train, (teacher, *prompt)),
+            None => Ok(plan),
         }
-        Ok(match &self.teacher {
-            Some(teacher) => plan.with_teacher(teacher, train.compute_dtype),
-            None => plan,
-        })
     }
 
     /// Computes the digests of a run's inputs. `pretrained` must be in its state before training.

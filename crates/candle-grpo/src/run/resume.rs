@@ -342,6 +342,12 @@ impl Changes {
         }
         let may_change = T::MAY_CHANGE.iter().map(|&key| key.to_owned());
         let mut may_change: Vec<String> = may_change.collect();
+        let teachers = identity.settings["teacher"]["models"].as_object();
+        for name in teachers.into_iter().flat_map(Map::keys) {
+            let of_server = T::MAY_CHANGE.iter();
+            let of_server = of_server.filter_map(|key| key.strip_prefix("teacher.server."));
+            may_change.extend(of_server.map(|key| format!("teacher.models.{name}.server.{key}")));
+        }
         if let Some(before) = &before {
             for section in before.sections_with_rows_of(now) {
                 may_change.extend(ROWS.map(|key| format!("{section}.{key}")));

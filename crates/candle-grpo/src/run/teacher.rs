@@ -1,40 +1,54 @@
-//! A run's teacher.
+//! A run's teachers.
 
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_grpo_nn::{BaseWeights, DecoderConfig};
-use candle_grpo_train::learn::{Reference, SelfTeacherConfig, Teacher, TeacherPart};
+use candle_grpo_train::learn::{Reference, SelfTeacherConfig, Teacher, TeacherPart, teacher_name};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Dataset, Pretrained, Prompt};
 
 use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
 
-/// Checks that a run's teacher has the policy's tokens and enough positions for completions of
-/// `prompts`, without reading its weights. Returns its shape; `None` for servers, which are not
-/// asked before the run.
+/// Checks that a run's teachers have the policy's tokens and enough positions for completions of
+/// `prompts`, without reading their weights. Returns the shapes of those in this process; servers
+/// are not asked before the run.
 ///
 /// # Errors
 ///
-/// Returns an error with the key's line if the teacher cannot be read or does not fit.
-pub(super) fn check_teacher(
+/// Returns an error with the key's line if a teacher cannot be read or does not fit.
+pub(super) fn check_teachers(
     config: &RunConfig,
     policy: &Pretrained,
     prompts: &[Prompt],
-) -> Result<Option<DecoderConfig>> {
-    let Some(model) = config.teacher.iter().find_map(|x| x.model.as_ref()) else {
-        return Ok(None);
-    };
+) -> Result<Vec<DecoderConfig>> {
+    let teachers = config.teacher.iter().flat_map(TeacherConfig::each);
+    let models = teachers.filter_map(|(key, _, teacher)| Some((key, teacher.model.as_ref()?)));
+    let checked = models.map(|(key, model)| {
+        let key = format!("{key}.model");
+        check_teacher(config, (&key, model), policy, prompts)
+    });
+    checked.collect()
+}
+
+fn check_teacher(
+    config: &RunConfig,
+    (key, model): (&str, &Path),
+    policy: &Pretrained,
+    prompts: &[Prompt],
+) -> Result<DecoderConfig> {
     let read = || -> Result<Pretrained> {
         let path = model_path(model)?;
         let pretrained = Pretrained::load_without_weights(&path)?;
-        if !config.lacks_teacher_weights() {
+        if !config.lacks_teacher_weights(key) {
             pretrained.check_weights(&path)?;
         }
         Ok(pretrained)
     };
-    let wrong = |message: &str| config.error("teacher.model", message);
+    let wrong = |message: &str| config.error(key, message);
     let teacher = read().map_err(|error| wrong(&format!("{error:#}")))?;
     if teacher.tokenizer.get_vocab(true) != policy.tokenizer.get_vocab(true) {
         return Err(wrong("has a different vocabulary than the policy, must have the same").into());
@@ -54,7 +68,7 @@ pub(super) fn check_teacher(
         ))
         .into());
     }
-    Ok(Some(teacher.model))
+    Ok(teacher.model)
 }
 
 /// Returns the settings of a policy that is its own teacher, with the token count of the longest
@@ -63,44 +77,65 @@ pub(super) fn check_teacher(
 /// # Errors
 ///
 /// Returns an error with file and line if a row has no prompt for the teacher, and with the key's
-/// line if a prompt is too long for the positions of the model.
+/// line if a prompt is too long for the positions of the model, or one of several teachers has no
+/// row.
 pub(super) fn self_teacher(
     config: &RunConfig,
     dataset: &Dataset,
     train: &[Prompt],
     pretrained: &Pretrained,
 ) -> Result<Option<(SelfTeacherConfig, usize)>> {
-    let Some(own) = config.teacher.iter().find_map(|x| x.own.as_ref()) else {
-        return Ok(None);
-    };
-    let prompts = own.prompts(config.chat_template(pretrained)?)?;
-    let mut longest = 0;
-    for prompt in train {
-        let tokens = prompts.tokens(prompt, &pretrained.tokenizer);
-        let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
-            Some(row) => row.place(),
-            None => format!("prompt {}", prompt.index),
-        });
-        longest = longest.max(tokens?.len());
+    let mut found = None;
+    for (key, name, teacher) in config.teacher.iter().flat_map(TeacherConfig::each) {
+        let by = config
+            .teacher
+            .as_ref()
+            .and_then(|teacher| teacher.by.as_ref());
+        let is_taught = |prompt: &&Prompt| {
+            by.is_none_or(|by| teacher_name(&prompt.columns, by).as_deref() == Some(name))
+        };
+        let mut taught = train.iter().filter(is_taught).peekable();
+        if let (Some(by), None) = (by, taught.peek()) {
+            let message = format!("given, but no prompt has {name:?} in the column {by:?}");
+            return Err(config.error(&key, &message).into());
+        }
+        let Some(own) = &teacher.own else {
+            continue;
+        };
+        let prompts = own.prompts(config.chat_template(pretrained)?)?;
+        let length = config.train.sampling.max_new_tokens;
+        let (sibling, mut longest) = match &own.sibling {
+            Some(_) => (Some(""), length),
+            None => (None, 0),
+        };
+        let shown = longest;
+        for prompt in taught {
+            let tokens = prompts.tokens(prompt, sibling, &pretrained.tokenizer);
+            let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
+                Some(row) => row.place(),
+                None => format!("prompt {}", prompt.index),
+            });
+            longest = longest.max(tokens?.len() + shown);
+        }
+        let positions = pretrained.model.max_position_embeddings;
+        if longest.saturating_add(length) > positions {
+            let message = format!(
+                "a prompt of {longest} tokens, must be at most {}: the model has {positions} positions, and completions up to {length} tokens",
+                positions.saturating_sub(length)
+            );
+            return Err(config.error(&format!("{key}.self"), &message).into());
+        }
+        found = Some((own.clone(), longest));
     }
-    let positions = pretrained.model.max_position_embeddings;
-    let length = config.train.sampling.max_new_tokens;
-    if longest.saturating_add(length) > positions {
-        let message = format!(
-            "a prompt of {longest} tokens, must be at most {}: the model has {positions} positions, and completions up to {length} tokens",
-            positions.saturating_sub(length)
-        );
-        return Err(config.error("teacher.self", &message).into());
-    }
-    Ok(Some((own.clone(), longest)))
+    Ok(found)
 }
 
-/// Loads a run's teacher, if it has one, for rows with up to `longest_row` tokens. `policy` is the
+/// Loads a run's teachers, if it has any, for rows with up to `longest_row` tokens. `policy` is the
 /// model that trains.
 ///
 /// # Errors
 ///
-/// Returns an error with the key's line if the teacher cannot be read, or an API key's environment
+/// Returns an error with the key's line if a teacher cannot be read, or an API key's environment
 /// variable is not set.
 pub(super) fn load_teacher(
     config: &RunConfig,
@@ -108,33 +143,53 @@ pub(super) fn load_teacher(
     longest_row: usize,
     policy: &Pretrained,
 ) -> Result<Option<TeacherPart>> {
-    let Some(TeacherConfig { model, server, own }) = &config.teacher else {
+    let Some(teacher) = &config.teacher else {
         return Ok(None);
     };
-    if let Some(own) = own {
-        return Ok(Some(TeacherPart::Own {
-            config: own.clone(),
-            chat_template: policy.chat_template.clone(),
-        }));
-    }
-    let wrong = |key: &str, error: anyhow::Error| config.error(key, &format!("{error:#}"));
-    if let Some(server) = server {
-        let teacher = on_servers(server, longest_sequence(config, prompts));
-        let teacher = teacher.map_err(|error| wrong("teacher.server", error))?;
-        return Ok(Some(TeacherPart::Other(teacher)));
-    }
-    let Some(model) = model else {
-        return Ok(None);
+    let load = |(key, name, teacher): (String, &str, &TeacherConfig)| {
+        let wrong = |kind: &str, error: anyhow::Error| {
+            config.error(&format!("{key}.{kind}"), &format!("{error:#}"))
+        };
+        let part = match (&teacher.model, &teacher.server, &teacher.own) {
+            (_, _, Some(own)) => TeacherPart::Own {
+                config: own.clone(),
+                chat_template: policy.chat_template.clone(),
+            },
+            (_, Some(server), _) => {
+                let teacher = on_servers(server, longest_sequence(config, prompts));
+                TeacherPart::Other(teacher.map_err(|error| wrong("server", error))?)
+            }
+            (Some(model), ..) => {
+                let loaded = load_model(config, model, longest_row, policy);
+                TeacherPart::other(loaded.map_err(|error| wrong("model", error))?)
+            }
+            (None, None, None) => return Ok(None),
+        };
+        Ok(Some((name.to_owned(), part)))
     };
+    let parts = teacher.each().into_iter().map(load);
+    let mut parts: BTreeMap<String, TeacherPart> =
+        parts.filter_map(Result::transpose).collect::<Result<_>>()?;
+    Ok(match &teacher.by {
+        None => parts.pop_first().map(|(_, part)| part),
+        Some(column) => Some(TeacherPart::ByColumn {
+            column: column.clone(),
+            teachers: parts,
+        }),
+    })
+}
+
+fn load_model(
+    config: &RunConfig,
+    model: &Path,
+    longest_row: usize,
+    policy: &Pretrained,
+) -> Result<Reference> {
+    let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
     let device = policy.parameters.device();
-    let load = || -> Result<Reference> {
-        let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
-        let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
-        let shape = teacher.model.for_rows_of(longest_row);
-        Reference::shared(&shape, &teacher.parameters, dtype)
-    };
-    let teacher = load().map_err(|error| wrong("teacher.model", error))?;
-    Ok(Some(TeacherPart::other(teacher)))
+    let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
+    let shape = teacher.model.for_rows_of(longest_row);
+    Reference::shared(&shape, &teacher.parameters, dtype)
 }
 
 #[cfg(feature = "engines")]

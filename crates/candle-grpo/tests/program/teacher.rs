@@ -144,6 +144,69 @@ fn a_teacher_that_does_not_fit_is_named() {
         ),
         (
             "{model: teacher}",
+            "{by: source}",
+            Some("run.yaml:3: teacher.by: given, must be absent without teacher.models"),
+        ),
+        (
+            "{model: teacher}",
+            "{models: {a: {model: teacher}}}",
+            Some("run.yaml:3: teacher.models: given, must be absent without teacher.by"),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, model: teacher, models: {a: {model: teacher}}}",
+            Some("run.yaml:3: teacher.model: given, must be absent with teacher.models"),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {}}}",
+            Some(
+                "run.yaml:3: teacher.models.a: must have the key model, the key server or the key self",
+            ),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {by: source, model: teacher}}}",
+            Some("run.yaml:3: teacher.models.a: must have one of the keys model, server and self"),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {self: {prompt: a}}, b: {self: {prompt: b}}}}",
+            Some(
+                "run.yaml:3: teacher.models.b.self: given, must be absent: another teacher has it",
+            ),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {server: {engine: openai, base_url: 'http://a'}}}}",
+            Some("run.yaml:3: teacher.models.a.server.engine: openai, must be vllm or sglang"),
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {model: teacher}}}",
+            Some(
+                "run.yaml:3: teacher.models.a: given, but no prompt has \"a\" in the column \"source\"",
+            ),
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: 'a', sibling: {}}}",
+            Some(
+                "run.yaml:3: teacher.self.sibling: given, must be absent unless prompt contains {sibling}",
+            ),
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}{sibling}b', sibling: {}}}",
+            None,
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}abcdeabcdea{sibling}', sibling: {}}}",
+            Some("run.yaml:3: teacher.self: a prompt of 20 tokens, must be at most 18"),
+        ),
+        (
+            "{model: teacher}",
             "{server: {engine: openai, base_url: 'http://a'}}",
             Some("run.yaml:3: teacher.server.engine: openai, must be vllm or sglang"),
         ),
@@ -263,6 +326,47 @@ fn the_policy_learns_from_itself_and_resumes_bit_identically(
     };
     let (first, last) = (mean(0..5), mean(35..40));
     assert!(first > 1e-4 && last < 0.7 * first, "{first} {last}");
+}
+
+/// A model teaches some rows, the policy itself others, and a third part has no teacher.
+#[test]
+fn each_row_learns_from_the_teacher_of_its_column_and_resumes_bit_identically() {
+    let teachers = "{by: source, models: {a: {model: teacher}, b: {self: {prompt: '{prompt}e'}}}}";
+    let config = CONFIG
+        .replace("{model: teacher}", teachers)
+        .replace(OF_TOKENS, "{distillation_loss: {}}")
+        .replace("max_steps: 40", "max_steps: 6")
+        .replace("every_steps: 10", "every_steps: 3");
+    let whole = folder(&config);
+    let resumed = folder(&config.replace("max_steps: 6", "max_steps: 3"));
+    for folder in [&whole, &resumed] {
+        write_long_model(&folder.path().join("teacher"), "abcde", 24, 4);
+        let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
+        let sources = [json!("a"), json!("b"), json!("c"), Value::Null];
+        let rows = rows.iter().zip(sources.iter().cycle());
+        let rows = rows.map(|(prompt, source)| json!({"prompt": prompt, "source": source}));
+        let rows: Vec<String> = rows.map(|row| row.to_string()).collect();
+        std::fs::write(folder.path().join("data.jsonl"), rows.join("\n")).unwrap();
+    }
+    let printed = succeeds(whole.path(), &["check", "run.yaml"]);
+    let line = "Teacher: by the column \"source\"; a: teacher; b: the policy, frozen, with the prompt \"{prompt}e\".";
+    assert!(printed.contains(line), "{printed}");
+    succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
+    succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
+    std::fs::write(resumed.path().join("run.yaml"), &config).unwrap();
+    succeeds(
+        resumed.path(),
+        &["train", "run.yaml", "--quiet", "--resume"],
+    );
+    let metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics, lines(&resumed.path().join("run/metrics.jsonl")));
+    for step in &metrics {
+        let [all, a, b] =
+            ["divergence", "divergence/a", "divergence/b"].map(|name| step[name].as_f64().unwrap());
+        assert!(a.min(b) <= all && all <= a.max(b), "{all} {a} {b}");
+        let share = step["teacher_share"].as_f64().unwrap();
+        assert!(0. < share && share < 1., "{share}");
+    }
 }
 
 #[test]

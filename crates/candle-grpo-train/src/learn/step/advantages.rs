@@ -123,14 +123,18 @@ impl StepBatch {
         Ok(means.collect())
     }
 
-    /// Returns whether the step learns only from the rewards, and all advantages are 0.
+    /// Returns whether the step learns only from the rewards, and all advantages are 0: also if no
+    /// token has a teacher.
     /// Synchronizes with the device.
     pub(in crate::learn) fn has_no_signal(&self, config: &TrainConfig) -> Result<bool> {
         let recipe = &config.recipe;
-        let reward_alone = recipe.policy_loss.positive_nll.is_none()
-            && recipe.policy_loss.distillation.is_none()
-            && recipe.distillation_loss.is_none();
+        let has_terms =
+            recipe.policy_loss.distillation.is_some() || recipe.distillation_loss.is_some();
+        let reward_alone =
+            recipe.policy_loss.positive_nll.is_none() && !(has_terms && self.tokens.has_teacher());
         match &self.advantages {
+            // They have no share in the loss.
+            Some(_) if reward_alone && has_terms && recipe.policy_loss.loss_coef == 0. => Ok(true),
             Some(advantages) if reward_alone => is_zero(advantages),
             _ => Ok(false),
         }

@@ -64,6 +64,7 @@ mod trajectory_rows;
 mod update;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
@@ -74,6 +75,7 @@ use candle_grpo_core::{Mask, MetricValue, MetricValues};
 pub use super::micro_batches::MicroBatches as Passes;
 pub use super::needs::Needs;
 pub use super::rollout_groups::RolloutGroups;
+pub use super::teachers::TaughtBy;
 pub use advantages::advantages;
 pub use collect::{collect, score};
 pub use signals::signals;
@@ -171,29 +173,45 @@ impl StepBatch {
         self
     }
 
-    /// Sets the prompts that a teacher reads, one pair for each group: the tokens at the start of
-    /// its sequences, and those in their place.
+    /// Sets the teacher of each completion; `None` for those without one. Without this call, all
+    /// have the same teacher, which reads what the policy does.
     ///
     /// # Errors
     ///
-    /// Fails if there is not one pair for each group, or a sequence begins with other tokens.
-    pub fn with_teacher_prompts(mut self, prompts: &[(&[u32], Vec<u32>)]) -> Result<Self> {
-        let groups = self.groups.rows.len();
+    /// Fails if there is not one for each completion, or a sequence does not begin with the prompt
+    /// for which its teacher reads another.
+    pub fn with_teachers(
+        mut self,
+        teachers: impl IntoIterator<Item = Option<TaughtBy>>,
+    ) -> Result<Self> {
+        let teachers: Vec<Option<TaughtBy>> = teachers.into_iter().collect();
+        let completions = self.groups.rollouts.len();
         ensure!(
-            prompts.len() == groups,
-            "prompts: {}, must be one for each of {groups} groups",
-            prompts.len()
+            teachers.len() == completions,
+            "teachers: {}, must be one for each of {completions} completions",
+            teachers.len()
         );
-        let group = |trajectory| trajectory / self.groups.num_generations;
-        let groups = (0..self.groups.rollouts.len()).map(group);
-        let groups = self.trajectories.repeat(groups);
-        let pairs = groups.into_iter().zip(self.tokens.sequences()).enumerate();
-        let sequences = pairs.map(|(number, (group, sequence))| {
-            let (own, read) = &prompts[group];
-            let rest = sequence.prompt().strip_prefix(*own).with_context(|| {
+        let taught = teachers.iter().flatten().count();
+        if taught < completions {
+            let (sum, count) = (taught as f64, completions as f64);
+            let share = MetricValue::Mean { sum, count };
+            self.metrics.insert("teacher_share", share);
+        }
+        let teachers = self.trajectories.repeat(&teachers);
+        let pairs = teachers
+            .into_iter()
+            .zip(self.tokens.sequences())
+            .enumerate();
+        let sequences = pairs.map(|(number, (teacher, sequence))| {
+            let name = teacher.as_ref().map(|teacher| Arc::clone(&teacher.name));
+            let taught = sequence.clone().with_teacher(name);
+            let Some((own, read)) = teacher.as_ref().and_then(|x| x.prompt.as_ref()) else {
+                return Ok(taught);
+            };
+            let rest = sequence.prompt().strip_prefix(own.as_slice()).with_context(|| {
                 format!("sequence {number}: its prompt does not begin with that of its row, for which the teacher reads another")
             })?;
-            sequence.clone().with_teacher_prompt(&[read, rest].concat())
+            taught.with_teacher_prompt(&[read, rest].concat())
         });
         let sequences = sequences.collect::<Result<Vec<_>>>()?;
         self.tokens = self.tokens.with_sequences(sequences);

@@ -1,10 +1,10 @@
 //! The inputs that advantages and loss need.
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::Tensor;
-use candle_grpo_core::Mask;
+use candle_core::{DType, Tensor};
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::selection::top_entropy_tokens;
+use candle_grpo_core::{Mask, MetricValue, MetricValues};
 use candle_grpo_loss::{EntropyTokens, RolloutCorrection};
 use candle_grpo_nn::ModelConfig;
 
@@ -13,7 +13,7 @@ use crate::learn::models::Models;
 use crate::learn::needs::Source;
 use crate::learn::staleness::effective_sample_share;
 use crate::learn::{OldLogProbs, Teacher, rollout_log_probs};
-use crate::{Rollout, TokenBatch, TrainConfig};
+use crate::{Rollout, Sequence, TokenBatch, TrainConfig};
 
 /// Adds the inputs of `needs` that `batch` has not got yet, such as
 /// [`AdvantageEstimator::needs`](candle_grpo_core::AdvantageEstimator::needs), or all that
@@ -38,6 +38,7 @@ pub fn signals<C: ModelConfig>(
         if batch.computed.contains(input) {
             continue;
         }
+        let mut ratios = MetricValues::default();
         let tokens = &batch.tokens;
         let temperature = config.sampling.temperature;
         let fixed = |policy: &dyn Teacher, tokens: &TokenBatch| {
@@ -47,20 +48,42 @@ pub fn signals<C: ModelConfig>(
                 passes.at_once()
             };
             let forward = |part: &_| policy.log_probs(part, temperature, parts.progress);
-            parts.map(tokens, forward).map(Some)
+            parts.map(tokens, forward)
         };
         let found = match Source::of(input) {
             Source::Rollouts => Some(of_rollouts(batch, input)?),
             Source::GreedyRollouts => batch.groups.greedy_baselines(batch.device())?,
             Source::Policy => of_policy(batch, (input, of_step), (models, config), passes)?,
             Source::Reference => match &models.reference {
-                Some(reference) => fixed(reference, tokens)?,
+                Some(reference) => Some(fixed(reference, tokens)?),
                 None => absent(input, "reference")?,
             },
-            Source::Teacher => match models.teacher() {
-                Some(teacher) => fixed(teacher, &tokens.for_teacher())?,
-                None => absent(input, "teacher")?,
-            },
+            Source::Teacher if input == Input::TeacherMask => teacher_mask(batch)?,
+            Source::Teacher => {
+                if models.teachers.iter().next().is_none() {
+                    absent(input, "teacher")?;
+                }
+                let mut sum = None;
+                for (name, teacher) in models.teachers.iter() {
+                    let Some((read, rows)) = tokens.for_teacher(name)? else {
+                        continue;
+                    };
+                    let own = tokens.spread(&fixed(teacher, &read)?, &rows)?;
+                    if !name.is_empty() {
+                        let counts = |sequence: &Sequence| sequence.teacher() == Some(name);
+                        let ratio = log_ratio(&own, batch, &tokens.mask_of(counts)?)?;
+                        ratios.insert(&format!("teacher_log_ratio/{name}"), ratio);
+                    }
+                    sum = Some(match sum {
+                        None => own,
+                        Some(sum) => (sum + own)?,
+                    });
+                }
+                Some(match sum {
+                    Some(sum) => sum,
+                    None => tokens.response_mask().zeros_like()?.to_dtype(DType::F32)?,
+                })
+            }
             Source::Critic => match &models.critic {
                 Some(critic) => Some(passes.map(tokens, |part| critic.values(part))?),
                 None => absent(input, "critic")?,
@@ -68,10 +91,28 @@ pub fn signals<C: ModelConfig>(
             Source::Inputs => of_inputs(batch, input, config)?,
             Source::MiniBatch => None,
         };
+        batch.metrics.merge(&ratios)?;
         batch.inputs.extend(found.map(|found| (input, found)));
         batch.computed = batch.computed | input.into();
     }
     Ok(())
+}
+
+/// The tokens that have a teacher, unless all have one.
+fn teacher_mask(batch: &StepBatch) -> Result<Option<Tensor>> {
+    let tokens = &batch.tokens;
+    let is_taught = |sequence: &Sequence| sequence.teacher().is_some();
+    let all = tokens.sequences().iter().all(is_taught);
+    (!all).then(|| tokens.mask_of(is_taught)).transpose()
+}
+
+/// The mean over `mask` of a teacher's log-probs minus those of the sampler.
+fn log_ratio(teacher: &Tensor, batch: &StepBatch, mask: &Tensor) -> Result<MetricValue> {
+    let sampled = rollout_log_probs(&batch.groups.rollouts, batch.device())?;
+    let ratio = Mask::new(mask)?.select(&(teacher - sampled)?)?;
+    let sum = f64::from(ratio.sum_all()?.to_scalar::<f32>()?);
+    let count = f64::from(mask.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
+    Ok(MetricValue::Mean { sum, count })
 }
 
 fn absent(input: Input, model: &str) -> Result<Option<Tensor>> {

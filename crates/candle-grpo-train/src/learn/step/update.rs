@@ -174,8 +174,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         let passes = self.passes_of_update();
         // The demonstrations sum the gradients, if they have a share.
         let reduces = self.demonstrations.is_none();
-        let (actor, teacher) = self.models.learning();
-        let distillation = self.config.distillation(teacher);
+        let Models {
+            actor, teachers, ..
+        } = &mut *self.models;
+        let distillation = self.config.distillation(teachers);
         let pass = |actor: &mut Actor<C::Model>, part: &TrainingBatch, _| {
             let mut part = part.clone();
             if let Some(distillation) = &distillation {
@@ -337,8 +339,8 @@ impl StepBatch {
             advantages.context("advantages: absent, must be added before an update")?;
         let mut batch = TrainingBatch::new(self.tokens.clone(), advantages);
         batch.returns = self.returns.clone();
-        if let Some(distillation) = config.distillation(models.teacher()) {
-            batch.teacher = distillation.of_step(&self.tokens, passes)?;
+        if let Some(distillation) = config.distillation(&models.teachers) {
+            batch.teachers = distillation.of_step(&self.tokens, passes)?;
         }
         // The update computes the entropy, with a gradient.
         let inputs = self.inputs.iter();

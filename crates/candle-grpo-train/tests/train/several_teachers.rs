@@ -1,0 +1,367 @@
+//! Several teachers, each for its own rows.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use candle_grpo_core::advantage::TeacherWeight;
+use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, TokenAdvantage};
+use candle_grpo_loss::{
+    DistillationLoss, PolicyLoss, Recipe, Support, TeacherTerm, TeacherTermForm,
+};
+use candle_grpo_nn::optim::AdamWConfig;
+use candle_grpo_test_support::{device, message, stay_on_cpu};
+use candle_grpo_train::learn::{
+    Reference, SelfTeacherConfig, Teacher, TeacherDistributions, TeacherPart,
+};
+use candle_grpo_train::run::RolloutLogConfig;
+use candle_grpo_train::{
+    ComputeDType, Progress, Prompt, Sample, TokenBatch, TrainConfig, Trainer, TrainerParts,
+};
+use rstest::rstest;
+use serde_json::json;
+
+use crate::common::{
+    self, assert_ranks_agree, digest, drawn_parameters, max_difference, model, parameters, parts,
+    run, tokenizer, trainer_of,
+};
+
+fn policy(seed: u64) -> Reference {
+    let parameters = drawn_parameters(&model(), seed, device());
+    Reference::new(&model(), &parameters, ComputeDType::F32).unwrap()
+}
+
+/// A teacher of all sequences at once, as those on servers are.
+struct AtOnce(Reference);
+
+impl Teacher for AtOnce {
+    fn takes_micro_batches(&self) -> bool {
+        false
+    }
+
+    fn log_probs(
+        &self,
+        batch: &TokenBatch,
+        temperature: f64,
+        _: &dyn Progress,
+    ) -> anyhow::Result<Tensor> {
+        self.0.log_probs(batch, temperature)
+    }
+
+    fn distributions(
+        &self,
+        batch: &TokenBatch,
+        entries: Option<usize>,
+        _: &dyn Progress,
+    ) -> anyhow::Result<TeacherDistributions> {
+        let log_probs = common::log_distributions(&self.0, batch)?;
+        let ids = candle_grpo_kernels::top_k(&log_probs, entries.unwrap())?;
+        let log_probs = log_probs.gather(&ids, 2)?;
+        Ok(TeacherDistributions::TopK { ids, log_probs })
+    }
+}
+
+/// Prompts whose column `source` is "a", "b", 3, absent, "a".
+fn prompts() -> Vec<Prompt> {
+    let columns = [
+        json!({"source": "a"}),
+        json!({"source": "b"}),
+        json!({"source": 3}),
+        json!({}),
+        json!({"source": "a"}),
+    ];
+    let texts = ["abc", "d", "ee", "ca", "b"];
+    let rows = texts.iter().zip(columns).enumerate();
+    rows.map(|(i, (text, columns))| Prompt::new(i as u64, text, columns, &tokenizer()).unwrap())
+        .collect()
+}
+
+fn by_source(teachers: Vec<(&str, TeacherPart)>) -> TeacherPart {
+    let teachers = teachers.into_iter();
+    TeacherPart::ByColumn {
+        column: "source".to_owned(),
+        teachers: teachers
+            .map(|(name, part)| (name.to_owned(), part))
+            .collect(),
+    }
+}
+
+fn step_parts(config: &TrainConfig, teacher: TeacherPart) -> TrainerParts {
+    TrainerParts {
+        prompts: prompts(),
+        teacher: Some(teacher),
+        ..parts(digest, config.clone())
+    }
+}
+
+/// All five prompts in a step of plain gradient descent: the change of the weights is the gradient.
+fn config(recipe: Recipe) -> TrainConfig {
+    TrainConfig {
+        recipe,
+        prompts_per_step: 5,
+        max_grad_norm: 1e9,
+        optimizer: AdamWConfig {
+            learning_rate: 100.,
+            beta1: 0.,
+            beta2: 0.,
+            // The step is gradient / (abs(gradient) + epsilon).
+            epsilon: 1e3,
+            weight_decay: 0.,
+            ..AdamWConfig::default()
+        },
+        ..common::config()
+    }
+}
+
+/// Only the teacher's term.
+fn of_loss(form: TeacherTermForm) -> Recipe {
+    Recipe {
+        policy_loss: PolicyLoss {
+            distillation: Some(TeacherTerm {
+                form,
+                ..TeacherTerm::new(1.)
+            }),
+            ..PolicyLoss::on_policy_distillation()
+        },
+        advantage: zero_advantage(TokenAdvantage::default()),
+        ..Recipe::default()
+    }
+}
+
+fn of_distributions(support: Support) -> Recipe {
+    Recipe {
+        distillation_loss: Some(DistillationLoss {
+            support,
+            ..DistillationLoss::default()
+        }),
+        ..Recipe::gkd()
+    }
+}
+
+fn zero_advantage(tokens: TokenAdvantage) -> AdvantagePipeline {
+    AdvantagePipeline::from(GroupAdvantage::grpo()).then(tokens)
+}
+
+fn nothing(_: &Sample) -> f32 {
+    0.
+}
+
+/// The weights after a step, minus those before.
+fn change(config: &TrainConfig, teacher: TeacherPart) -> BTreeMap<String, Tensor> {
+    let mut trainer = trainer_of(TrainerParts {
+        reward: Box::new(nothing),
+        ..step_parts(config, teacher)
+    });
+    assert!(!trainer.step().unwrap().skipped);
+    let before = parameters();
+    let now = trainer.actor().parameters().iter();
+    now.map(|(name, x)| {
+        let before = before.get(name).unwrap().as_detached_tensor();
+        (name.to_owned(), (x.as_detached_tensor() - before).unwrap())
+    })
+    .collect()
+}
+
+/// Two teachers by a column are two runs of one teacher on their rows, whose gradients add up.
+#[rstest]
+#[case::advantage(of_loss(TeacherTermForm::default()), false)]
+#[case::loss(of_loss(TeacherTermForm::Loss { kl: Kl::new(KlEstimator::K2) }), false)]
+#[case::on_servers(of_loss(TeacherTermForm::default()), true)]
+#[case::distributions(of_distributions(Support::Vocabulary), false)]
+#[case::entries(of_distributions(Support::Teacher { k: 3 }), true)]
+fn two_teachers_are_two_runs_of_one_teacher_on_their_rows(
+    #[case] recipe: Recipe,
+    #[case] at_once: bool,
+) {
+    stay_on_cpu();
+    let config = config(recipe);
+    let first = || TeacherPart::other(policy(9));
+    let second = || {
+        if at_once {
+            TeacherPart::other(AtOnce(policy(10)))
+        } else {
+            TeacherPart::other(policy(10))
+        }
+    };
+    let both = change(&config, by_source(vec![("a", first()), ("b", second())]));
+    let one = change(&config, by_source(vec![("a", first())]));
+    let other = change(&config, by_source(vec![("b", second())]));
+    let mut largest = 0f32;
+    for (name, both) in &both {
+        let sum = (&one[name] + &other[name]).unwrap();
+        let zeros = sum.zeros_like().unwrap();
+        let size = max_difference(&sum, &zeros);
+        largest = largest.max(size);
+        let difference = max_difference(both, &sum);
+        assert!(
+            difference <= 1e-3 * size + 1e-9,
+            "{name}: {difference} of {size}"
+        );
+    }
+    assert!(largest > 1e-4, "{largest}");
+}
+
+/// A single teacher of some rows is one of all rows whose other sequences do not train.
+#[rstest]
+#[case::log_probs(of_loss(TeacherTermForm::default()))]
+#[case::distributions(of_distributions(Support::Vocabulary))]
+fn the_divergences_of_teachers_are_apart(#[case] recipe: Recipe) {
+    stay_on_cpu();
+    let config = config(recipe);
+    let teachers = || {
+        by_source(vec![
+            ("a", TeacherPart::other(policy(9))),
+            ("3", TeacherPart::other(policy(10))),
+        ])
+    };
+    let step = |teacher: TeacherPart| {
+        let mut trainer = trainer_of(step_parts(&config, teacher));
+        trainer.step().unwrap().policy
+    };
+    let both = step(teachers());
+    let metric = if config.recipe.distillation_loss.is_some() {
+        "divergence"
+    } else {
+        "teacher_log_ratio"
+    };
+    let one = step(by_source(vec![("a", TeacherPart::other(policy(9)))]));
+    let other = step(by_source(vec![("3", TeacherPart::other(policy(10)))]));
+    let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-4 * b.abs(), "{a} {b}");
+    close(both[&format!("{metric}/a")], one[metric]);
+    close(both[&format!("{metric}/3")], other[metric]);
+    let (low, high) = (
+        one[metric].min(other[metric]),
+        one[metric].max(other[metric]),
+    );
+    assert!(
+        low < both[metric] && both[metric] < high,
+        "{low} {high} {}",
+        both[metric]
+    );
+}
+
+/// The advantages of rows without a teacher do not change.
+#[test]
+fn a_row_without_a_teacher_keeps_its_advantage() {
+    let advantage = |tokens: TokenAdvantage| {
+        let recipe = Recipe {
+            advantage: zero_advantage(tokens),
+            ..Recipe::default()
+        };
+        let teacher = by_source(vec![("b", TeacherPart::other(policy(9)))]);
+        let mut trainer = trainer_of(step_parts(&config(recipe), teacher));
+        trainer.step().unwrap();
+        let config = RolloutLogConfig {
+            max_groups: 5,
+            ..RolloutLogConfig::default()
+        };
+        let records = trainer.rollouts(&config).unwrap();
+        records
+            .iter()
+            .map(|record| (record.prompt.clone(), record.advantage))
+            .collect::<Vec<_>>()
+    };
+    let plain = advantage(TokenAdvantage::default());
+    let weighted = advantage(TokenAdvantage {
+        teacher_weight: Some(TeacherWeight::default()),
+        ..TokenAdvantage::default()
+    });
+    assert_eq!(plain.len(), 20);
+    for ((prompt, plain), (_, weighted)) in plain.iter().zip(&weighted) {
+        assert_eq!(
+            plain == weighted,
+            prompt != "d",
+            "{prompt}: {plain:?} {weighted:?}"
+        );
+    }
+}
+
+/// A step in which no row has a teacher learns nothing.
+#[rstest]
+#[case::log_probs(of_loss(TeacherTermForm::default()))]
+#[case::distributions(of_distributions(Support::Vocabulary))]
+fn a_step_without_a_teacher_is_skipped(#[case] recipe: Recipe) {
+    let teacher = by_source(vec![("nobody", TeacherPart::other(policy(9)))]);
+    let mut trainer = trainer_of(TrainerParts {
+        reward: Box::new(nothing),
+        ..step_parts(&config(recipe), teacher)
+    });
+    let metrics = trainer.step().unwrap();
+    assert!(metrics.skipped);
+    let changed = trainer.actor().parameters().iter();
+    for (name, x) in changed {
+        assert_eq!(
+            max_difference(x, parameters().get(name).unwrap()),
+            0.,
+            "{name}"
+        );
+    }
+}
+
+#[rstest]
+#[case::log_probs(of_loss(TeacherTermForm::default()))]
+#[case::distributions(of_distributions(Support::Teacher { k: 2 }))]
+fn the_steps_of_ranks_are_those_of_one_rank(#[case] recipe: Recipe) {
+    stay_on_cpu();
+    let mut config = config(recipe);
+    config.optimizer.epsilon = 1e-3;
+    config.optimizer.learning_rate = 1e-2;
+    let build = || {
+        let own = SelfTeacherConfig {
+            prompt: Some("{prompt}ab".to_owned()),
+            ..SelfTeacherConfig::default()
+        };
+        let teachers = vec![
+            ("a", TeacherPart::other(policy(9))),
+            ("b", TeacherPart::other(AtOnce(policy(10)))),
+            (
+                "3",
+                TeacherPart::Own {
+                    config: own,
+                    chat_template: None,
+                },
+            ),
+        ];
+        step_parts(&config, by_source(teachers))
+    };
+    assert_ranks_agree(&[2, 5], build, 3);
+    run(&mut trainer_of(build()), 1);
+}
+
+#[test]
+fn teachers_that_contradict_each_other_are_named() {
+    let other = || TeacherPart::Other(Arc::new(policy(9)));
+    let own = || TeacherPart::Own {
+        config: SelfTeacherConfig {
+            prompt: Some("a".to_owned()),
+            ..SelfTeacherConfig::default()
+        },
+        chat_template: None,
+    };
+    let wrong = TeacherPart::Own {
+        config: SelfTeacherConfig::default(),
+        chat_template: None,
+    };
+    for (teacher, words) in [
+        (
+            by_source(vec![]),
+            "teacher.teachers: none, must be at least one",
+        ),
+        (
+            by_source(vec![("a", own()), ("b", own())]),
+            "teacher.teachers: 2, must have the policy itself at most once",
+        ),
+        (
+            by_source(vec![("a", by_source(vec![("b", other())]))]),
+            "teacher.a: several teachers, must be one",
+        ),
+        (
+            by_source(vec![("a", wrong)]),
+            "teacher.a.prompt: absent, must be given",
+        ),
+    ] {
+        let config = config(of_distributions(Support::Vocabulary));
+        let error = message(Trainer::new(step_parts(&config, teacher)));
+        assert!(error.starts_with(words), "{error}");
+    }
+}
