@@ -27,7 +27,6 @@ use serde::{Deserialize, Serialize};
 use super::blame::{blame, blame_teacher};
 use super::gradient_descent::GradientDescent;
 use super::{Ranks, Reference};
-use crate::NotFinite;
 use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;

@@ -21,6 +21,7 @@ use crate::{ChatTemplate, Prompt, SamplingConfig, TrainConfig};
 
 /// The policy to learn from.
 #[derive(Clone)]
+#[expect(clippy::large_enum_variant, reason = "a run has few")]
 pub enum TeacherPart {
     /// Another policy, which does not change.
     Other(Arc<dyn Teacher>),

@@ -25,6 +25,7 @@ use crate::common::{
     self, assert_ranks_agree, digest, drawn_parameters, max_difference, model, parameters, parts,
     run, tokenizer, trainer_of,
 };
+use crate::engines::log_distributions;
 
 fn policy(seed: u64) -> Reference {
     let parameters = drawn_parameters(&model(), seed, device());
@@ -54,7 +55,7 @@ impl Teacher for AtOnce {
         entries: Option<usize>,
         _: &dyn Progress,
     ) -> anyhow::Result<TeacherDistributions> {
-        let log_probs = common::log_distributions(&self.0, batch)?;
+        let log_probs = log_distributions(&self.0, batch)?;
         let ids = candle_grpo_kernels::top_k(&log_probs, entries.unwrap())?;
         let log_probs = log_probs.gather(&ids, 2)?;
         Ok(TeacherDistributions::TopK { ids, log_probs })
