@@ -51,6 +51,30 @@ fn an_idempotency_key_belongs_to_one_request() {
 }
 
 #[test]
+fn requests_with_one_key_at_the_same_time_share_an_answer() {
+    let (begun, begins) = channel();
+    let (go, goes) = channel();
+    let (begun, goes) = (Mutex::new(begun), Mutex::new(goes));
+    let policy = |_: &PromptRequest<'_>, _: &[String]| {
+        begun.lock().unwrap().send(()).unwrap();
+        goes.lock().unwrap().recv().unwrap();
+        (spelled("so"), FinishReason::StopToken)
+    };
+    let (rollout, draws) = episode(&policy, move |agent| {
+        let ask = || agent.begin(CHAT, &[("Idempotency-Key", "one")], &question("so?"));
+        let first = ask();
+        begins.recv().unwrap();
+        let second = ask();
+        // One answer for each, if both were drawn.
+        [(); 2].map(|()| go.send(()).unwrap());
+        assert_eq!(receive(first).json(), receive(second).json());
+        agent.done(json!(1));
+    });
+    assert_eq!(draws.len(), 1);
+    assert_rows_have_draws(&rollout, &draws);
+}
+
+#[test]
 fn an_answer_that_could_not_be_delivered_is_kept() {
     let (begun, begins) = channel();
     let (go, goes) = channel();

@@ -193,13 +193,18 @@ fn script(path: &Path) -> Program {
     Program::new(&command, None, NEVER, NEVER).with_isolation(Some(&small()))
 }
 
-/// An interpreter in `folder` that is a script itself, and prints its arguments and a file of its
-/// installation.
+/// An interpreter in `folder` that is a script itself. It prints its arguments, and what another
+/// program of its installation reads from a library.
 fn interpreter(folder: &Path) -> String {
-    let path = folder.join("versions/bin/interpreter");
-    let library = folder.join("versions/lib/library");
+    let place = |name: &str| folder.join("versions").join(name);
+    let (path, other, library) = (
+        place("bin/interpreter"),
+        place("bin/other"),
+        place("lib/library"),
+    );
     write_script(&library, "library");
-    let text = format!("#!/bin/sh\necho \"$*\" $(cat {})\n", library.display());
+    write_script(&other, &format!("#!/bin/sh\ncat {}\n", library.display()));
+    let text = format!("#!/bin/sh\necho \"$*\" $({})\n", other.display());
     write_script(&path, &text);
     path.display().to_string()
 }
@@ -219,6 +224,19 @@ fn a_script_has_its_interpreter(#[case] line: &str, #[case] options: &str) {
     write_script(&path, &format!("{line}\nno text for a shell (\n"));
     let expected = format!("{options}{} of the command library", path.display());
     assert_eq!(line_of(&script(&path)), expected);
+}
+
+#[test]
+fn an_interpreter_may_be_in_any_directory() {
+    if !is_isolated() {
+        return;
+    }
+    let (elsewhere, folder) = (open_folder(), open_folder());
+    let interpreter = elsewhere.path().join("interpreter");
+    write_script(&interpreter, "#!/bin/sh\necho \"$2\"\n");
+    let path = folder.path().join("script");
+    write_script(&path, &format!("#!{}\n", interpreter.display()));
+    assert_eq!(line_of(&script(&path)), "of the command");
 }
 
 #[test]
@@ -415,10 +433,17 @@ print([os.environ.get(name) for name in ('HF_TOKEN', 'TMPDIR', 'OTHER', 'HOME')]
     let found = said(script, &isolation);
     assert!(found.starts_with("[None, None, 'other', "), "{found}");
     assert!(!is_isolated() || found.ends_with(" '/work']"), "{found}");
-    // Nothing is left in this process's directory for temporary files.
-    let names = fs::read_dir(std::env::temp_dir()).unwrap();
-    let mut names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    assert!(!names.any(|name| name.starts_with("candle-grpo-")));
+    // Nothing is left in this process's directory for temporary files, and no cgroup.
+    let left = |folder: &Path, start: &str| {
+        let entries = fs::read_dir(folder).into_iter().flatten();
+        let mut names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.find(|name| name.starts_with(start))
+    };
+    assert_eq!(left(&std::env::temp_dir(), "candle-grpo-"), None);
+    let cgroup = format!("candle-grpo-{}-", std::process::id());
+    for place in ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"] {
+        assert_eq!(left(Path::new(place), &cgroup), None);
+    }
 }
 
 #[test]
