@@ -33,6 +33,17 @@ pub trait Teacher: Send + Sync {
         true
     }
 
+    /// Checks that the teacher answers, before the first completion is drawn. `entries` is as in
+    /// [`Self::distributions`]. By default, nothing is checked.
+    ///
+    /// # Errors
+    ///
+    /// If the teacher fails, and with [`Interrupted`](crate::Interrupted) if `progress` cancels.
+    fn check(&self, entries: Option<usize>, progress: &dyn Progress) -> Result<()> {
+        let _ = (entries, progress);
+        Ok(())
+    }
+
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     /// Those of tokens that are not in the response mask are not used.
     ///

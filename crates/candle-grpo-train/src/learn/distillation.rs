@@ -100,16 +100,20 @@ impl Distillation<'_> {
         Ok(())
     }
 
+    /// The number of the most likely entries to compare; absent for other supports.
+    pub(super) fn entries(loss: &DistillationLoss) -> Option<usize> {
+        match loss.support {
+            Support::Teacher { k } => Some(k),
+            _ => None,
+        }
+    }
+
     fn ask(
         &self,
         teacher: &dyn Teacher,
         read: &TokenBatch,
         progress: &dyn Progress,
     ) -> Result<TeacherDistributions> {
-        let entries = match self.loss.support {
-            Support::Teacher { k } => Some(k),
-            _ => None,
-        };
-        teacher.distributions(read, entries, progress)
+        teacher.distributions(read, Self::entries(self.loss), progress)
     }
 }

@@ -253,6 +253,7 @@ impl<C: ModelConfig> Trainer<C> {
             needs,
             estimator: parts.estimator,
             teacher,
+            teachers_answer: false,
             collector,
             source,
             demonstrations: demonstrations.transpose()?,

@@ -11,6 +11,7 @@ use tokenizers::Tokenizer;
 
 use super::collector::{Collect, Collection, Collector};
 use super::demonstrations::Demonstrations;
+use super::distillation::Distillation;
 use super::models::Models;
 use super::needs::Needs;
 use super::rollout_groups::{RolloutGroups, record};
@@ -43,6 +44,8 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     pub(super) estimator: Option<Box<dyn AdvantageEstimator>>,
     /// The teacher of each completion.
     pub(super) teacher: Option<TeacherChoice>,
+    /// True once the teachers have been checked.
+    pub(super) teachers_answer: bool,
     pub(super) collector: Collector<C>,
     /// Collects the completions of steps with the collector.
     pub(super) source: Box<dyn Collect<C>>,
@@ -131,6 +134,14 @@ impl<C: ModelConfig> Trainer<C> {
         self.last = None;
         let mut state = self.state.clone();
         state.steps += 1;
+        if !self.teachers_answer {
+            let loss = self.config.recipe.distillation_loss.as_ref();
+            let entries = loss.and_then(Distillation::entries);
+            for (_, teacher) in self.models.teachers.iter() {
+                teacher.check(entries, &*self.progress)?;
+            }
+            self.teachers_answer = true;
+        }
         self.collector.generator.release();
         let weights = self.models.weights(self.version());
         let collection = self.source.collect(&weights, &self.state)?;

@@ -237,6 +237,9 @@ fn print_batch(run: &RunConfig, dataset: &Dataset, out: &mut impl Write) -> Resu
     if environment.is_some_and(|environment| environment.gives_rewards()) {
         rewards.push("environment".to_owned());
     }
+    if rewards.is_empty() {
+        rewards.push("none, the teacher decides".to_owned());
+    }
     writeln!(out, "Rewards: {}.", rewards.join(" + "))?;
     let mini_batch = train.mini_batch_size.unwrap_or(completions);
     let mini_batches = completions.div_ceil(mini_batch.max(1));

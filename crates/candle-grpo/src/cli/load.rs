@@ -12,13 +12,14 @@ use candle_grpo::run::{
     RunPrompts, device, load_model, load_model_without_weights, load_policy_on_ranks, locate,
     locate_files,
 };
+use candle_grpo::train::environment::EnvironmentConfig;
 use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::sft::SftDataset;
 use candle_grpo::train::{
-    ComputeDType, Dataset, Pretrained, RewardConfig, RewardFunction, Sampler, SamplingConfig,
-    WeightedRewards,
+    ComputeDType, Dataset, Pretrained, RewardConfig, RewardFunction, Sample, Sampler,
+    SamplingConfig, WeightedRewards,
 };
 use candle_grpo_collective::{connect, launch};
 use serde_json::{Map, Value};
@@ -160,9 +161,14 @@ pub(super) fn warn_of_keys(import: &Import) {
 
 /// Builds a run's reward function.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
-    // The configuration is valid, so an environment gives the rewards.
     if run.rewards.is_empty() {
-        return Ok(WeightedRewards::new());
+        let mut environment = run.environment.iter();
+        let none = WeightedRewards::new();
+        if environment.any(EnvironmentConfig::gives_rewards) {
+            return Ok(none);
+        }
+        // The configuration is valid, so the policy learns from its teacher alone.
+        return Ok(none.with("none", 0., |_: &Sample| 0.));
     }
     let built = || -> anyhow::Result<WeightedRewards> {
         let mut rewards = RewardConfig::build(&run.rewards, &device()?)?;

@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
+use candle_grpo_train::learn::SelfTeacherConfig;
 use candle_grpo_train::run::{AlarmConfig, RolloutLogConfig, TrackerConfig};
 use candle_grpo_train::sft::{SftDataConfig, SftDataset};
 use candle_grpo_train::{
@@ -267,7 +268,8 @@ impl RunConfig {
         }
         within("rollout_log", self.rollout_log.validate())?;
         within("alarms", self.alarms.validate())?;
-        if self.rewards.is_empty() && !self.environment_gives_rewards() {
+        if self.rewards.is_empty() && !self.environment_gives_rewards() && !self.teacher_suffices()
+        {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
             return Err(Problem::at(REWARDS, message));
         }
@@ -439,6 +441,19 @@ impl RunConfig {
         environment.is_some_and(|environment| environment.kind.gives_rewards())
     }
 
+    /// Returns whether the policy can learn from the teacher alone, which compares no rewards.
+    fn teacher_suffices(&self) -> bool {
+        let recipe = &self.train.recipe;
+        let tokens = recipe.advantage.pipeline().tokens.unwrap_or_default();
+        let is_signal = recipe.distillation_loss.is_some()
+            || recipe.policy_loss.distillation.is_some()
+            || tokens.distillation.is_some();
+        let mut teachers = self.teacher.iter().flat_map(TeacherConfig::each).peekable();
+        let is_given = teachers.peek().is_some();
+        let compares = |own: &SelfTeacherConfig| own.sibling.is_some();
+        is_signal && is_given && !teachers.any(|(.., x)| x.own.as_ref().is_some_and(compares))
+    }
+
     /// Returns the number of reward terms, including the environment's.
     fn num_reward_components(&self) -> usize {
         let environment = self.environment.as_ref();
@@ -598,6 +613,7 @@ impl RunConfig {
         let train = &self.train;
         let completions = train.prompts_per_step.saturating_mul(train.num_generations);
         if !self.environment_gives_rewards()
+            && !self.rewards.is_empty()
             && self.rewards.iter().all(|reward| reward.weight == 0.)
         {
             doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());

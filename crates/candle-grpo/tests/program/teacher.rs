@@ -328,6 +328,44 @@ fn the_policy_learns_from_itself_and_resumes_bit_identically(
     assert!(first > 1e-4 && last < 0.7 * first, "{first} {last}");
 }
 
+/// Without rewards, the teacher alone decides.
+#[test]
+fn a_run_with_a_teacher_needs_no_reward() {
+    let without =
+        |config: &str| config.replace("rewards: [{kind: regex, pattern: a, weight: 0}]\n", "");
+    let config = without(CONFIG).replace("max_steps: 40", "max_steps: 3");
+    let folder = folder(&config);
+    let path = folder.path();
+    write_long_model(&path.join("teacher"), "abcde", 24, 4);
+    let printed = succeeds(path, &["check", "run.yaml"]);
+    assert!(
+        printed.contains("Rewards: none, the teacher decides."),
+        "{printed}"
+    );
+    succeeds(path, &["train", "run.yaml", "--quiet"]);
+    let metrics = lines(&path.join("run/metrics.jsonl"));
+    for step in &metrics {
+        assert_eq!(step["reward_mean"], 0.);
+        assert!(step["grad_norm"].as_f64().unwrap() > 0.);
+    }
+    for (from, to) in [
+        // The weight moves the credit of rewards only.
+        (
+            OF_TOKENS,
+            "{advantage: {name: grpo, tokens: {teacher_weight: {}}}}",
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}{sibling}b', sibling: {}}}",
+        ),
+    ] {
+        std::fs::write(path.join("run.yaml"), config.replace(from, to)).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        assert!(said(&output).contains("rewards: none, must be at least one"));
+    }
+}
+
 /// A model teaches some rows, the policy itself others, and a third part has no teacher.
 #[test]
 fn each_row_learns_from_the_teacher_of_its_column_and_resumes_bit_identically() {

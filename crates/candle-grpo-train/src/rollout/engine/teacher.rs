@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use candle_grpo_core::validate::check;
 
 use super::protocol::{Failure, Protocol, ScoreRequest, Scored};
@@ -124,6 +124,13 @@ impl Teacher for ServerTeacher {
     /// The servers limit a call's requests.
     fn takes_micro_batches(&self) -> bool {
         false
+    }
+
+    /// Scores two tokens, for which a server must be ready.
+    fn check(&self, entries: Option<usize>, progress: &dyn Progress) -> Result<()> {
+        let batch = TokenBatch::new(&[(&[0], &[0])], &Device::Cpu)?;
+        let scored = self.score(&batch, entries.unwrap_or(0), progress, |_, _| {});
+        scored.context("checking the teacher before the first completion")
     }
 
     fn log_probs(

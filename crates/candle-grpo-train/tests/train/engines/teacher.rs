@@ -1,5 +1,6 @@
 //! Servers' log-probs for given tokens.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use candle_core::Tensor;
@@ -8,12 +9,14 @@ use candle_grpo_loss::{DistillationLoss, Recipe, Support};
 use candle_grpo_test_support::{Reply, WATCHDOG, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions, TeacherPart};
 use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::rewards::Score;
 use candle_grpo_train::rollout::engine::{
     Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
 };
 use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
 use candle_grpo_train::{
-    ComputeDType, Interrupted, Progress, TokenBatch, TrainConfig, TrainerParts,
+    ComputeDType, Interrupted, Progress, RewardFunction, Sample, TokenBatch, TrainConfig,
+    TrainerParts,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -380,6 +383,56 @@ fn a_server_must_have_a_place_for_the_longest_sequence() {
     }
 }
 
+/// A reward that records that it was called.
+struct Recorded(Arc<AtomicBool>);
+
+impl RewardFunction for Recorded {
+    fn score(&self, samples: &[Sample]) -> anyhow::Result<Vec<Score>> {
+        self.0.store(true, Ordering::Relaxed);
+        Ok(vec![Score::from(0.); samples.len()])
+    }
+}
+
+/// The first completions may take minutes.
+#[rstest]
+#[case::gone(true, "no server is ready after 0.2 s")]
+#[case::without_log_probs(false, "log-prob 0.5 of token 1")]
+fn a_teacher_that_does_not_answer_is_an_error_before_the_first_completion(
+    #[case] is_gone: bool,
+    #[case] words: &str,
+) {
+    let setup = setup(Engine::Vllm, 1);
+    let server = &setup.servers[0];
+    if is_gone {
+        server.http.stop();
+    } else {
+        let path = setup.draw_path();
+        server.set_faults(move |request| {
+            (request.path() == path).then(|| {
+                Fault::json(|answer| {
+                    let named = &mut answer["choices"][0]["prompt_logprobs"][1];
+                    for log_prob in named.as_object_mut().unwrap().values_mut() {
+                        log_prob["logprob"] = json!(0.5);
+                    }
+                })
+            })
+        });
+    }
+    let config = RolloutConfig {
+        server_timeout: 0.2,
+        max_retries: 1,
+        ..config(&setup)
+    };
+    let was_scored = Arc::new(AtomicBool::new(false));
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(TeacherPart::other(ServerTeacher::new(&config).unwrap())),
+        ..parts(Recorded(Arc::clone(&was_scored)), distillation())
+    });
+    let text = format!("{:#}", trainer.step().unwrap_err());
+    assert!(text.contains(words), "{text}");
+    assert!(!was_scored.load(Ordering::Relaxed));
+}
+
 /// Micro-batches limit this process's memory, and not the number of requests.
 #[test]
 fn requests_are_at_the_same_time_whatever_the_micro_batches() {
@@ -388,7 +441,9 @@ fn requests_are_at_the_same_time_whatever_the_micro_batches() {
     let counts = Arc::new((Mutex::new((0, 0)), Condvar::new()));
     let (path, counted) = (setup.draw_path(), Arc::clone(&counts));
     setup.servers[0].set_faults(move |request| {
-        if request.path() != path {
+        // Not that of the check before the first completion.
+        let body: Value = serde_json::from_slice(&request.body).unwrap_or_default();
+        if request.path() != path || body["prompt"] == json!([0, 0]) {
             return None;
         }
         let counted = Arc::clone(&counted);
