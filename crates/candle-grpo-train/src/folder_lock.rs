@@ -12,7 +12,7 @@ pub(crate) const LOCK: &str = ".lock";
 #[derive(Debug)]
 pub struct FolderLock {
     path: PathBuf,
-    _file: File,
+    file: File,
 }
 
 impl FolderLock {
@@ -34,12 +34,20 @@ impl FolderLock {
         // Other errors come from file systems without locks.
         Ok(Self {
             path: path.to_path_buf(),
-            _file: file,
+            file,
         })
     }
 
     /// The folder.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        // A program that another thread starts at this moment has the file as well until it runs,
+        // so closing the file would not be enough.
+        let _ = self.file.unlock();
     }
 }

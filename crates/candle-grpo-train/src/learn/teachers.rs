@@ -92,6 +92,7 @@ impl TeacherPart {
 /// The teachers of a run by name, as they compute. A single one has an empty name.
 pub(crate) struct Teachers<M = Decoder>(Vec<(String, RunTeacher<M>)>);
 
+#[expect(clippy::large_enum_variant, reason = "a run has few")]
 enum RunTeacher<M> {
     Other(Arc<dyn Teacher>),
     Own(SelfTeacher<M>),
