@@ -703,6 +703,12 @@ fn divided_weights_stay_as_they_are() {
         assert!(again.is_divided());
         let error = message(options.divide(divided()?, DType::F16, &collective));
         assert_eq!(error, "weights: divided in BF16, must be in F16");
+        let rounded = ones()?.to_dtype(DType::BF16)?;
+        let error = message(options.divide(rounded, DType::BF16, &collective));
+        assert!(
+            error.ends_with(": BF16, must be F32 to be divided"),
+            "{error}"
+        );
         let frozen = divided()?.frozen_as(&config(true), BaseWeights::Dense, DType::F32);
         let expected = "weights: divided between ranks, must be whole to be frozen";
         assert_eq!(message(frozen), expected);
@@ -711,4 +717,33 @@ fn divided_weights_stay_as_they_are() {
     .into_iter()
     .collect::<Result<()>>()
     .unwrap();
+}
+
+/// The random numbers of an element do not depend on the rank that has it.
+#[test]
+fn ranks_round_bf16_master_weights_as_one_rank() -> Result<()> {
+    let options = AdamWConfig {
+        master_weights: MasterWeights::Bf16,
+        ..by_hand(DecayRule::All)
+    };
+    let start = || lively(&config(true))?.to_dtype(DType::BF16);
+    let whole = start()?;
+    let mut gradients = Gradients::new();
+    add_halves(&mut gradients, &whole)?;
+    add_halves(&mut gradients, &whole)?;
+    AdamW::new(options.clone(), &whole)?.step(&whole, &gradients)?;
+    let expected = bits(&whole.to_dtype(DType::F32)?)?;
+    let ranks = on_ranks(2, |collective| -> Result<()> {
+        let parameters = start()?;
+        let sharding = Sharding::Optimizer;
+        let mut optimizer = AdamW::sharded(options.clone(), &parameters, &collective, sharding)?;
+        let mut gradients = Gradients::new();
+        optimizer.begin_reduction(&mut gradients, &collective)?;
+        add_halves(&mut gradients, &parameters)?;
+        gradients.finish_reduction()?;
+        optimizer.step(&parameters, &gradients)?;
+        assert_eq!(bits(&parameters.to_dtype(DType::F32)?)?, expected);
+        Ok(())
+    });
+    ranks.into_iter().collect()
 }

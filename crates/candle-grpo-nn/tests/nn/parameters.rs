@@ -261,8 +261,11 @@ fn weights_are_divided_while_they_are_read(
     assert_eq!(whole.len(), written.len());
     for world_size in [1, 2, 3, 5] {
         let ranks = on_ranks(world_size, |collective| -> Result<()> {
-            let Some(division) = AdamWConfig::default().division(dtype, &collective) else {
-                assert_eq!(world_size, 1);
+            let options = AdamWConfig::default();
+            assert!(options.division(DType::F32, &collective).is_none());
+            let division = options.division(dtype, &collective);
+            assert_eq!(division.is_none(), world_size == 1);
+            let Some(division) = division else {
                 return Ok(());
             };
             let divided = read(&config, path, Some(&division))?;

@@ -899,6 +899,13 @@ mod tests {
         };
         assert_eq!(eight.loading, loading);
         assert!(eight.peak() >= loading);
+        // All gradients are smaller than the buffers, and whole before they are divided.
+        if sharding == Sharding::Resident {
+            assert_eq!(
+                eight.training,
+                eight.gradients + 4 * all + eight.activations
+            );
+        }
         assert_eq!(plan(1)?.loading, 0);
         let error = plan(0).unwrap_err().to_string();
         assert!(
