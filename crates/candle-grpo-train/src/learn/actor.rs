@@ -57,7 +57,7 @@ pub struct ActorConfig {
     /// [`TrainConfig::router_aux_loss_coef`](crate::TrainConfig::router_aux_loss_coef).
     #[serde(default)]
     pub router_aux_loss_coef: f64,
-    /// The divergence from [`TrainingBatch::teacher`], which is added to the loss. Absent: none.
+    /// The divergence from [`TrainingBatch::teachers`], which is added to the loss. Absent: none.
     #[serde(default)]
     pub distillation_loss: Option<DistillationLoss>,
 }
