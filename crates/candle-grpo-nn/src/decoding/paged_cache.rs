@@ -339,7 +339,8 @@ impl PagedCache {
     /// # Errors
     ///
     /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
-    /// valid. Once the device has had too little, the cache does not grow any more.
+    /// valid. Once the device has had too little for half of a growth, the cache does not grow any
+    /// more.
     pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
         let mut more = PagesAndSlots::default();
         for &(id, new) in positions {
@@ -391,13 +392,16 @@ impl PagedCache {
             wanted.pages = wanted.pages.min(share(least.pages));
             wanted.slots = wanted.slots.min(share(least.slots));
         }
-        let mut grown = self.grow(wanted);
-        if grown.is_err() && wanted != least {
-            grown = self.grow(least);
+        let middle = PagesAndSlots {
+            pages: wanted.pages.midpoint(least.pages),
+            slots: wanted.slots.midpoint(least.slots),
+        };
+        if self.grow(wanted).is_ok() || self.grow(middle).is_ok() {
+            return Ok(true);
         }
-        if grown.is_err() {
-            self.limit = Some(self.bytes_of(self.allocated()));
-        }
+        // The next growth would be as small, and copies the whole cache again.
+        let grown = self.grow(least);
+        self.limit = Some(self.bytes_of(self.allocated()));
         grown.map(|()| true)
     }
 
