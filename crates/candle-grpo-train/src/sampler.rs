@@ -14,8 +14,8 @@ use tokenizers::Tokenizer;
 use crate::ranks::Ranks;
 use crate::rollout::decode::decode_tokens;
 use crate::rollout::{
-    CompletionSeed, DecodeText, GenerationBatch, Generator, LocalGenerator, Partial, Play,
-    PromptRequest, Trajectories, UnfinishedGroup,
+    CompletionSeed, CompletionState, DecodeText, GenerationBatch, Generator, LocalGenerator,
+    Partial, Play, PromptRequest, Trajectories, UnfinishedGroup,
 };
 use crate::{Completion, Progress, Prompt, Rollout, SamplingConfig};
 use candle_grpo_base::progress::NoProgress;
@@ -274,23 +274,15 @@ impl<C: ModelConfig> Sampler<C> {
         needed: usize,
         oldest: usize,
     ) -> Result<()> {
-        let count_left = |group: &UnfinishedGroup| {
-            let completions = group.completions.iter();
-            completions
-                .filter(|completion| !completion.has_ended)
-                .count()
-        };
-        let mut left: Vec<usize> = groups.iter().map(count_left).collect();
-        let is_old: Vec<bool> = groups.iter().map(|group| group.step <= oldest).collect();
-        let is_enough = |left: &[usize]| {
-            let whole = left.iter().filter(|left| **left == 0).count();
-            let old = left
-                .iter()
-                .zip(&is_old)
-                .all(|(left, old)| *left == 0 || !old);
-            whole >= needed && old
-        };
-        if is_enough(&left) {
+        let mut left: Vec<usize> = groups.iter().map(UnfinishedGroup::count_left).collect();
+        let whole = left.iter().filter(|left| **left == 0).count();
+        let mut missing = needed.saturating_sub(whole);
+        let is_old = |group: &UnfinishedGroup| group.step <= oldest;
+        let old = groups.iter().zip(&left);
+        let mut old_left = old
+            .filter(|(group, left)| is_old(group) && **left > 0)
+            .count();
+        if missing == 0 && old_left == 0 {
             return Ok(());
         }
         // The group and the number of each completion to sample.
@@ -299,11 +291,16 @@ impl<C: ModelConfig> Sampler<C> {
         for (at, group) in groups.iter_mut().enumerate() {
             let mut seeds = Vec::new();
             for (number, completion) in group.completions.iter_mut().enumerate() {
-                if !completion.has_ended {
-                    places.push((at, number));
-                    seeds.push(completion.seed);
-                    begun.push(completion.begun.take());
-                }
+                begun.push(match std::mem::take(&mut completion.state) {
+                    ended @ CompletionState::Ended(_) => {
+                        completion.state = ended;
+                        continue;
+                    }
+                    CompletionState::Begun(begun) => Some(begun),
+                    CompletionState::New => None,
+                });
+                places.push((at, number));
+                seeds.push(completion.seed);
             }
             if !seeds.is_empty() {
                 requests.push(PromptRequest {
@@ -324,27 +321,28 @@ impl<C: ModelConfig> Sampler<C> {
                 Ok(())
             },
         };
-        let mut ended: Vec<Option<Completion>> = vec![None; places.len()];
-        self.generate(
-            &requests,
-            &self.config,
-            &*self.progress,
-            Some(partial),
-            &mut |place, found| {
-                ended[place] = Some(found);
-                left[places[place].0] -= 1;
-                has_enough.store(is_enough(&left), Ordering::Release);
-            },
-        )?;
-        drop(requests);
+        let seeds = seeds(&requests);
+        let batch = self.batch(&requests, &self.config, &*self.progress);
+        let batch = GenerationBatch {
+            partial: Some(partial),
+            ..batch
+        };
+        self.generate(&batch, &seeds, &mut |place, ended| {
+            let (at, number) = places[place];
+            groups[at].completions[number].state = CompletionState::Ended(ended);
+            left[at] -= 1;
+            if left[at] == 0 {
+                missing = missing.saturating_sub(1);
+                old_left -= usize::from(is_old(&groups[at]));
+            }
+            has_enough.store(missing == 0 && old_left == 0, Ordering::Release);
+        })?;
         ensure!(
-            is_enough(&left),
+            has_enough.into_inner(),
             "generator: ended before enough completions had ended"
         );
-        let unfinished = unfinished
-            .into_inner()
-            .unwrap_or_else(PoisonError::into_inner);
-        for (place, completion) in unfinished {
+        let unfinished = unfinished.into_inner();
+        for (place, completion) in unfinished.unwrap_or_else(PoisonError::into_inner) {
             let Some(slot) = begun.get_mut(place) else {
                 anyhow::bail!(
                     "generator: delivered unfinished completion {place}, must be below {}",
@@ -352,13 +350,16 @@ impl<C: ModelConfig> Sampler<C> {
                 );
             };
             let valid = completion.validate(self.vocab_size);
-            valid.with_context(|| format!("generator: unfinished completion {place}"))?;
+            valid.with_context(|| format!("generator: unfinished {}", name(seeds[place])))?;
             *slot = Some(completion);
         }
-        for ((at, number), (ended, begun)) in places.into_iter().zip(ended.into_iter().zip(begun)) {
+        for ((at, number), begun) in places.into_iter().zip(begun) {
             let completion = &mut groups[at].completions[number];
-            completion.has_ended = ended.is_some();
-            completion.begun = ended.or(begun);
+            if let Some(begun) = begun
+                && !completion.has_ended()
+            {
+                completion.state = CompletionState::Begun(begun);
+            }
         }
         Ok(())
     }
@@ -383,9 +384,10 @@ impl<C: ModelConfig> Sampler<C> {
                 .extend_from_slice(stop_strings);
             sampling.validate()?;
         }
-        let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
+        let seeds = seeds(requests);
         let mut completions: Vec<Option<Completion>> = vec![None; seeds.len()];
-        self.generate(requests, &sampling, progress, None, &mut |place, found| {
+        let batch = self.batch(requests, &sampling, progress);
+        self.generate(&batch, &seeds, &mut |place, found| {
             completions[place] = Some(found);
         })?;
         completions
@@ -397,17 +399,30 @@ impl<C: ModelConfig> Sampler<C> {
             .collect()
     }
 
+    fn batch<'a>(
+        &'a self,
+        prompts: &'a [PromptRequest<'a>],
+        sampling: &'a SamplingConfig,
+        progress: &'a dyn Progress,
+    ) -> GenerationBatch<'a> {
+        GenerationBatch {
+            prompts,
+            sampling,
+            decode: self.decode.as_deref(),
+            progress,
+            records_experts: self.records_experts,
+            partial: None,
+        }
+    }
+
     /// Calls the generator, and passes valid completions that have ended to `receive` with their
-    /// places, each one once.
+    /// places, each one once. `seeds` are those of the batch.
     fn generate(
         &self,
-        requests: &[PromptRequest<'_>],
-        sampling: &SamplingConfig,
-        progress: &dyn Progress,
-        partial: Option<Partial<'_>>,
+        batch: &GenerationBatch<'_>,
+        seeds: &[CompletionSeed],
         receive: &mut (dyn FnMut(usize, Completion) + Send),
     ) -> Result<()> {
-        let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
         let mut came = vec![false; seeds.len()];
         let mut deliver = |place: usize, completion: Completion| {
             let (Some(&seed), Some(came)) = (seeds.get(place), came.get_mut(place)) else {
@@ -423,15 +438,7 @@ impl<C: ModelConfig> Sampler<C> {
             receive(place, completion);
             Ok(())
         };
-        let batch = GenerationBatch {
-            prompts: requests,
-            sampling,
-            decode: self.decode.as_deref(),
-            progress,
-            records_experts: self.records_experts,
-            partial,
-        };
-        self.generator.generate(&batch, &mut deliver)
+        self.generator.generate(batch, &mut deliver)
     }
 
     fn requests<'a>(
@@ -463,6 +470,12 @@ impl<C: ModelConfig> Sampler<C> {
             })
             .collect()
     }
+}
+
+/// The seeds of all completions.
+fn seeds(requests: &[PromptRequest<'_>]) -> Vec<CompletionSeed> {
+    let seeds = requests.iter().flat_map(|request| &request.seeds);
+    seeds.copied().collect()
 }
 
 fn name(seed: CompletionSeed) -> String {

@@ -359,23 +359,25 @@ impl<C: ModelConfig> Collector<C> {
             .start_groups(prompts, &rows, num_generations, at);
         groups.extend(started);
         let oldest = step.saturating_sub(self.config.rollout.max_continuations);
-        let units = count * num_generations;
+        let units = groups.iter().map(UnfinishedGroup::count_left).sum();
         self.draw_and_score(&self.config.sampling, units, seconds, || {
             self.sampler
                 .continue_groups(prompts, groups, count, oldest)?;
-            let mut whole = RolloutGroups::none(num_generations);
-            let mut taken = 0;
-            for group in groups.extract_if(.., |group| {
-                let takes = taken < count && group.is_whole();
-                taken += usize::from(takes);
+            let mut drawn = RolloutGroups::none(num_generations);
+            let mut rows = Vec::with_capacity(count);
+            let whole = groups.extract_if(.., |group| {
+                let takes = drawn.rows.len() < count && group.count_left() == 0;
+                if takes {
+                    drawn.rows.push(drawn.rows.len());
+                }
                 takes
-            }) {
+            });
+            for group in whole.collect::<Vec<_>>() {
                 let prompt = &prompts[group.row];
-                whole.rows.push(group.row);
-                let rollouts = group.into_rollouts(prompt);
-                whole.rollouts.extend(rollouts);
+                rows.push(group.row);
+                drawn.rollouts.extend(group.into_rollouts(prompt));
             }
-            Ok(whole)
+            Ok((drawn, rows))
         })
     }
 
@@ -425,9 +427,8 @@ impl<C: ModelConfig> Collector<C> {
         if units > 0 {
             own = self.draw_and_score(sampler.config(), units, seconds, || {
                 let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-                let mut groups = step::collect(sampler, &prompts, num_generations, stream)?;
-                groups.rows.iter_mut().for_each(|row| *row = rows[*row]);
-                Ok(groups)
+                let drawn = step::collect(sampler, &prompts, num_generations, stream)?;
+                Ok((drawn, rows))
             })?;
         }
         if self.exchanges {
@@ -437,23 +438,24 @@ impl<C: ModelConfig> Collector<C> {
         }
     }
 
-    /// Samples `units` completions with `sample`, whose groups have rows of [`Self::prompts`], and
-    /// scores them.
+    /// Samples with `sample`, which reports the progress of `units` completions, and scores them.
+    /// `sample` also returns the rows that its groups name by their numbers.
     fn draw_and_score(
         &self,
         sampling: &SamplingConfig,
         units: usize,
         seconds: &mut PhaseSeconds,
-        sample: impl FnOnce() -> Result<RolloutGroups>,
+        sample: impl FnOnce() -> Result<(RolloutGroups, Vec<usize>)>,
     ) -> Result<RolloutGroups> {
         let turn = self.generator.wait(&*self.progress)?;
         let start = Instant::now();
         self.progress.begin(Phase::Sample, units);
-        let mut groups = sample()?;
+        let (mut groups, rows) = sample()?;
         drop(turn);
         let sampled = Instant::now();
+        let units = groups.rollouts.len();
         self.progress.begin(Phase::Score, units);
-        let prompts: Vec<&Prompt> = self.prompts.iter().collect();
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         step::score(
             &mut groups,
             &prompts,
@@ -465,6 +467,7 @@ impl<C: ModelConfig> Collector<C> {
         ensure_not_canceled(&*self.progress)?;
         seconds.sample += (sampled - start).as_secs_f64();
         seconds.score += sampled.elapsed().as_secs_f64();
+        groups.rows.iter_mut().for_each(|row| *row = rows[*row]);
         Ok(groups)
     }
 }

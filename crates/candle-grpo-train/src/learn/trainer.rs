@@ -144,11 +144,9 @@ impl<C: ModelConfig> Trainer<C> {
         }
         self.collector.generator.release();
         let weights = self.models.weights(self.version());
-        let collection = self.source.collect(&weights, &self.state)?;
+        let mut collection = self.source.collect(&weights, &self.state)?;
         state.visited = collection.visited;
-        state
-            .unfinished_groups
-            .clone_from(&collection.unfinished_groups);
+        state.unfinished_groups = std::mem::take(&mut collection.unfinished_groups);
         let all = &collection.all;
         ensure_some_worked(all.rollouts.iter().map(Rollout::failure))?;
         if let Some(scores) = &mut state.task_scores {
@@ -191,7 +189,7 @@ impl<C: ModelConfig> Trainer<C> {
                 .extend(staleness_metrics(&collection, version)?);
         }
         if self.config.rollout.partial {
-            let unfinished = collection.unfinished_groups.len() as f64;
+            let unfinished = state.unfinished_groups.len() as f64;
             let name = "unfinished_groups".to_owned();
             metrics.policy.insert(name, unfinished);
         }

@@ -183,7 +183,7 @@ impl Rollout {
     /// Creates a rollout of one turn after `prompt`.
     pub(crate) fn single(seed: CompletionSeed, prompt: &Prompt, completion: Completion) -> Self {
         Self {
-            prompt_index: seed.prompt,
+            prompt_index: prompt.index,
             sample_index: seed.sample as usize,
             prompt_tokens: prompt.tokens.clone(),
             completion,

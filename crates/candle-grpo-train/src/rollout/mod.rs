@@ -33,4 +33,4 @@ pub use local::LocalGenerator;
 pub(crate) use local::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 pub use sampling_config::SamplingConfig;
 pub use trajectories::{DrawTurns, Play, Trajectories};
-pub use unfinished::{UnfinishedCompletion, UnfinishedGroup};
+pub use unfinished::{CompletionState, UnfinishedCompletion, UnfinishedGroup};

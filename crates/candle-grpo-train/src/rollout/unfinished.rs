@@ -23,10 +23,21 @@ pub struct UnfinishedGroup {
 pub struct UnfinishedCompletion {
     /// Its identity, which determines its random numbers.
     pub seed: CompletionSeed,
-    /// The tokens so far, at least one.
-    pub begun: Option<Completion>,
-    /// True if it has ended.
-    pub has_ended: bool,
+    /// Its tokens so far.
+    pub state: CompletionState,
+}
+
+/// A completion's tokens so far.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CompletionState {
+    /// None.
+    #[default]
+    New,
+    /// At least one, and more will follow.
+    Begun(Completion),
+    /// All.
+    Ended(Completion),
 }
 
 impl UnfinishedGroup {
@@ -34,8 +45,7 @@ impl UnfinishedGroup {
     pub(crate) fn new(row: usize, step: usize, seeds: &[CompletionSeed]) -> Self {
         let completion = |&seed: &CompletionSeed| UnfinishedCompletion {
             seed,
-            begun: None,
-            has_ended: false,
+            state: CompletionState::New,
         };
         Self {
             row,
@@ -44,17 +54,30 @@ impl UnfinishedGroup {
         }
     }
 
-    /// Returns true if all completions have ended.
-    pub fn is_whole(&self) -> bool {
-        self.completions
-            .iter()
-            .all(|completion| completion.has_ended)
+    /// Returns the number of completions that have not ended.
+    pub fn count_left(&self) -> usize {
+        let completions = self.completions.iter();
+        completions
+            .filter(|completion| !completion.has_ended())
+            .count()
     }
 
-    /// Returns the rollouts of a whole group, whose prompt is `prompt`.
+    /// Returns the rollouts of the completions that have ended, with the prompt of the group.
     pub(crate) fn into_rollouts(self, prompt: &Prompt) -> impl Iterator<Item = Rollout> {
-        self.completions.into_iter().filter_map(|completion| {
-            Some(Rollout::single(completion.seed, prompt, completion.begun?))
-        })
+        self.completions
+            .into_iter()
+            .filter_map(|completion| match completion.state {
+                CompletionState::Ended(ended) => {
+                    Some(Rollout::single(completion.seed, prompt, ended))
+                }
+                CompletionState::New | CompletionState::Begun(_) => None,
+            })
+    }
+}
+
+impl UnfinishedCompletion {
+    /// Returns true if it has ended.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, CompletionState::Ended(_))
     }
 }

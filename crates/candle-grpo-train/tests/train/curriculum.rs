@@ -123,6 +123,22 @@ fn the_scores_of_prompts_are_the_means_of_their_latest_groups() {
     assert_eq!(metrics[0].policy["curriculum_unseen"], 7.);
 }
 
+/// Ten prompts are enough for six groups at once.
+#[test]
+fn a_step_starts_no_prompt_that_is_unfinished() {
+    let mut config = config();
+    config.rollout.partial = true;
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection::default());
+    let (mut trainer, _) = trainer(config, digest);
+    for _ in 0..8 {
+        trainer.step().unwrap();
+        let groups = trainer.state().unfinished_groups.iter();
+        let rows: Vec<usize> = groups.map(|group| group.row).collect();
+        let distinct: BTreeSet<usize> = rows.iter().copied().collect();
+        assert_eq!(distinct.len(), rows.len(), "{rows:?}");
+    }
+}
+
 #[test]
 fn a_step_has_no_prompt_twice() {
     let (mut trainer, rows) = trainer(config(), digest);

@@ -13,8 +13,8 @@ use candle_grpo_test_support::{device, on_ranks};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rollout::{
-    CompletionSeed, Deliver, GenerationBatch, LocalGenerator, Partial, PolicyWeights,
-    PromptRequest, UnfinishedCompletion,
+    CompletionSeed, CompletionState, Deliver, GenerationBatch, LocalGenerator, Partial,
+    PolicyWeights, PromptRequest, UnfinishedCompletion,
 };
 use candle_grpo_train::{
     Actor, Completion, ComputeDType, FinishReason, Generator, Progress, Sample, SamplingConfig,
@@ -397,7 +397,7 @@ fn a_resumed_run_continues_the_same_groups(#[case] change: fn(&mut TrainConfig))
             "{metrics:?}"
         );
         let groups = whole.state().unfinished_groups.iter();
-        let is_begun = |c: &UnfinishedCompletion| c.begun.is_some() && !c.has_ended;
+        let is_begun = |c: &UnfinishedCompletion| matches!(c.state, CompletionState::Begun(_));
         if saved.is_none() && groups.flat_map(|group| &group.completions).any(is_begun) {
             let written = whole.write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32);
             written.unwrap();
@@ -533,9 +533,57 @@ fn a_generator_may_sample_all_completions_to_their_end() {
     let metrics = run(&config(), &generator, 4);
     assert!(metrics.iter().all(|m| m.policy["staleness_max"] <= 1.));
     let ended = generator.ended.lock().unwrap();
+    // Of six groups in steps 1 and 3. The others train on what is left.
+    assert_eq!(ended.len(), 2 * 6 * 4);
     for (_, _, completion) in ended.iter() {
         let versions = &completion.weight_versions;
         assert!(versions.iter().all(|version| *version == versions[0]));
+    }
+}
+
+/// Samples the groups that started last first, so that the oldest ones would wait forever.
+struct NewestFirst;
+
+impl Generator for NewestFirst {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let partial = batch.partial.unwrap();
+        let total: usize = batch.prompts.iter().map(|prompt| prompt.seeds.len()).sum();
+        for place in (0..total).rev() {
+            if (partial.is_enough)() {
+                break;
+            }
+            let completion = Completion {
+                tokens: vec![1 + place as u32 % 3, 0],
+                drawn_log_probs: vec![-1.; 2],
+                log_probs: Some(vec![-1.; 2]),
+                written: None,
+                weight_versions: vec![0; 2],
+                finish_reason: FinishReason::StopToken,
+                experts: None,
+            };
+            deliver(place, completion)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn groups_are_continued_in_a_bounded_number_of_steps() {
+    for max_continuations in [1, 2] {
+        let mut config = config();
+        config.rollout.max_continuations = max_continuations;
+        let mut trainer = trainer_of(TrainerParts {
+            generator: Some(Arc::new(NewestFirst)),
+            ..parts(digest, config)
+        });
+        let mut oldest = 0;
+        for step in 1..=6 {
+            trainer.step().unwrap();
+            let groups = trainer.state().unfinished_groups.iter();
+            let ages = groups.map(|group| step - group.step);
+            oldest = oldest.max(ages.max().unwrap());
+        }
+        assert_eq!(oldest, max_continuations - 1);
     }
 }
 
