@@ -24,8 +24,7 @@ impl WeightDivision {
 /// The f32 master weights of variables in another dtype, which ranks divide.
 #[derive(Debug, Clone)]
 pub(crate) struct Masters {
-    dtype: DType,
-    pub(crate) shard: Shard,
+    division: WeightDivision,
     /// This rank's part of each, as [`Shard::keep`] lays it out.
     kept: BTreeMap<String, Var>,
 }
@@ -34,10 +33,13 @@ impl Masters {
     /// Creates the masters without weights.
     pub(crate) fn new(division: &WeightDivision) -> Self {
         Self {
-            dtype: division.dtype,
-            shard: division.shard.clone(),
+            division: division.clone(),
             kept: BTreeMap::new(),
         }
+    }
+
+    pub(crate) fn shard(&self) -> &Shard {
+        &self.division.shard
     }
 
     /// Keeps this rank's part of a weight, and returns the rounded copy of the whole.
@@ -45,9 +47,9 @@ impl Masters {
         if weight.dtype() != DType::F32 {
             bail!("{name}: {:?}, must be F32 to be divided", weight.dtype());
         }
-        let own = self.shard.keep(weight, weight.elem_count())?;
+        let own = self.shard().keep(weight, weight.elem_count())?;
         self.kept.insert(name.to_owned(), Var::from_tensor(&own)?);
-        weight.to_dtype(self.dtype)
+        weight.to_dtype(self.division.dtype)
     }
 
     /// This rank's part of the weight of this name.
@@ -62,14 +64,14 @@ impl Masters {
         };
         let elements = variable.elem_count();
         let whole = Tensor::zeros(elements, kept.dtype(), kept.device())?;
-        self.shard.gather(kept, &whole, elements)?;
+        self.shard().gather(kept, &whole, elements)?;
         whole.reshape(variable.shape())
     }
 
     /// Sends rank 0's `request` to all ranks: the index of a weight to gather, or [`END`].
     pub(crate) fn request(&self, request: i64) -> Result<i64> {
         let message = Tensor::new(&[request], &Device::Cpu)?;
-        self.shard.collective.broadcast(&[&message], 0)?;
+        self.shard().collective.broadcast(&[&message], 0)?;
         Ok(message.to_vec1::<i64>()?[0])
     }
 }

@@ -382,7 +382,7 @@ impl Parameters {
 
     /// The division of the f32 weights between ranks, if they are divided.
     pub(crate) fn shard(&self) -> Option<&Shard> {
-        self.masters.as_ref().map(|masters| &masters.shard)
+        self.masters.as_ref().map(Masters::shard)
     }
 
     /// This rank's part of the f32 weight of this name, if ranks divide it.
@@ -396,7 +396,7 @@ impl Parameters {
         let (Some(masters), Some(variable)) = (&self.masters, self.variables.get(name)) else {
             return Ok(None);
         };
-        let rank = masters.shard.collective.rank();
+        let rank = masters.shard().collective.rank();
         if rank != 0 {
             bail!("weights: gathered by rank {rank}, must be by rank 0");
         }
@@ -623,7 +623,7 @@ impl Parameters {
             if let Some(masters) = &self.masters
                 && let Some(kept) = masters.kept(name)
             {
-                copy_into(kept, &masters.shard.keep(&value, variable.elem_count())?)?;
+                copy_into(kept, &masters.shard().keep(&value, variable.elem_count())?)?;
             }
         }
         Ok(())

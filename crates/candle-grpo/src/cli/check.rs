@@ -457,7 +457,7 @@ impl Memory {
         }
         let plan = memory.plan(&train)?;
         Ok(Self {
-            advice: memory.advice(&plan)?,
+            advice: memory.advice(&plan),
             of_ranks: memory.plans_of_ranks(&train)?,
             plan,
             fitted_tokens,

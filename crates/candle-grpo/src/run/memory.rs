@@ -31,6 +31,8 @@ pub struct RunMemory<'a> {
     model: &'a DecoderConfig,
     prompts: &'a RunPrompts,
     process: ThisProcess,
+    /// The memory of each rank, if it is known.
+    budget: Option<MemoryBudget>,
 }
 
 impl<'a> RunMemory<'a> {
@@ -39,18 +41,20 @@ impl<'a> RunMemory<'a> {
     ///
     /// # Errors
     ///
-    /// Returns an error if a GGUF file cannot be read.
+    /// Returns an error if a GGUF file cannot be read, or the device does not respond.
     pub fn new(
         run: &'a RunConfig,
         model: &'a DecoderConfig,
         prompts: &'a RunPrompts,
         ranks: Option<usize>,
     ) -> Result<Self> {
+        let process = ThisProcess::new(run, ranks)?;
         Ok(Self {
             run,
             model,
             prompts,
-            process: ThisProcess::new(run, ranks)?,
+            budget: MemoryBudget::of(run.max_memory_mib, process.ranks)?,
+            process,
         })
     }
 
@@ -79,21 +83,31 @@ impl<'a> RunMemory<'a> {
         self.process.added_to(plan, train.stored_form())
     }
 
-    /// Returns the plans of what the ranks of the job can divide.
+    /// Returns the plans of what the ranks of the job can divide, with the settings `train`. If the
+    /// run chooses its number of tokens in a micro-batch, each plan has its own.
     ///
     /// # Errors
     ///
-    /// Returns an error if the settings are not valid, or the device does not respond.
+    /// Returns an error if the settings are not valid.
     pub fn plans_of_ranks(&self, train: &TrainConfig) -> Result<RankPlans> {
-        let budget = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)?;
+        let plan = |train: &TrainConfig| self.plan(train);
+        let budget = self.budget;
         let plans = self.process.plans_of_ranks(|sharding| {
-            let train = TrainConfig {
+            let mut train = TrainConfig {
                 sharding,
                 ..train.clone()
             };
             // Some settings exclude what ranks can divide.
-            let is_valid = train.validate().is_ok();
-            is_valid.then(|| self.plan(&train)).transpose()
+            if train.validate().is_err() {
+                return Ok(None);
+            }
+            if self.run.train.fits_micro_batches()
+                && let Some(budget) = budget
+                && let Some(tokens) = self.fit(budget, &plan).micro_batch_tokens(&train)?
+            {
+                train.micro_batch_tokens = Some(tokens.into());
+            }
+            self.plan(&train).map(Some)
         })?;
         Ok(RankPlans { plans, budget })
     }
@@ -104,7 +118,7 @@ impl<'a> RunMemory<'a> {
     ///
     /// Returns an error with the sizes, and with changes that help, if the run does not fit.
     pub fn fitted_tokens(&self) -> Result<usize> {
-        let Some(budget) = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)? else {
+        let Some(budget) = self.budget else {
             bail!(
                 "micro_batch_tokens: auto, must be a number, or max_memory_mib must be given, on a system that does not report its free memory"
             )
@@ -122,18 +136,11 @@ impl<'a> RunMemory<'a> {
 
     /// Returns the settings to change so that the run, which has this plan, fits into the device's
     /// memory: `None` if it fits, or if the free memory is unknown.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if the device does not respond.
-    pub fn advice(&self, plan: &MemoryPlan) -> Result<Option<String>> {
-        let budget = MemoryBudget::of(self.run.max_memory_mib, self.process.ranks)?;
-        let Some(budget) = budget.filter(|budget| plan.peak() > budget.bytes) else {
-            return Ok(None);
-        };
+    pub fn advice(&self, plan: &MemoryPlan) -> Option<String> {
+        let budget = self.budget.filter(|budget| plan.peak() > budget.bytes)?;
         let plan = |train: &TrainConfig| self.plan(train);
         let changes = self.fit(budget, &plan).smallest_change(&self.run.train);
-        Ok(Some(format!("more than {budget}; {}", advice(changes))))
+        Some(format!("more than {budget}; {}", advice(changes)))
     }
 
     fn fit<'f>(
@@ -193,8 +200,8 @@ pub struct RankPlans {
 
 impl RankPlans {
     /// Returns the sharding to choose, and the memory of a rank: the one that divides least and
-    /// fits. This is not `none`, because `optimizer` takes less memory in the same time. `None` for
-    /// one rank, or if the memory is unknown.
+    /// fits. This is not `none`, because `optimizer` takes less memory, and over NCCL as much time.
+    /// `None` for one rank, or if the memory is unknown.
     pub fn advice(&self) -> Option<String> {
         let budget = self.budget.filter(|_| !self.plans.is_empty())?;
         let mut plans = self.plans.iter();
