@@ -1,7 +1,7 @@
 //! Threads that work through a list of jobs.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -17,6 +17,8 @@ pub const POLL: Duration = Duration::from_millis(20);
 pub struct Workers<T> {
     name: &'static str,
     stop: Arc<AtomicBool>,
+    /// Number of threads that have not ended, or have panicked.
+    running: Arc<AtomicUsize>,
     results: Receiver<Result<T>>,
 }
 
@@ -37,9 +39,11 @@ impl<T: Send + 'static> Workers<T> {
         let threads = threads.min(jobs.len());
         let (sender, results) = channel();
         let stop = Arc::new(AtomicBool::new(false));
+        let running = Arc::new(AtomicUsize::new(threads));
         let workers = Self {
             name,
             stop: Arc::clone(&stop),
+            running: Arc::clone(&running),
             results,
         };
         let jobs = Arc::new(Mutex::new(jobs));
@@ -47,7 +51,8 @@ impl<T: Send + 'static> Workers<T> {
         for _ in 0..threads {
             let (jobs, work) = (Arc::clone(&jobs), Arc::clone(&work));
             let (stop, sender) = (Arc::clone(&stop), sender.clone());
-            let run = move || {
+            let running = Arc::clone(&running);
+            let run_all = move || {
                 while !stop.load(Ordering::Acquire) {
                     // No code panics while it holds the lock.
                     let mut left = jobs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,6 +73,10 @@ impl<T: Send + 'static> Workers<T> {
                     }
                 }
             };
+            let run = move || {
+                run_all();
+                running.fetch_sub(1, Ordering::AcqRel);
+            };
             let thread = thread::Builder::new().name(name.to_owned());
             thread.spawn(run).context("starting a thread")?;
         }
@@ -83,10 +92,34 @@ impl<T: Send + 'static> Workers<T> {
         match self.results.recv_timeout(POLL) {
             Ok(result) => result.map(Some),
             Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => {
-                bail!("a thread of the {} panicked", self.name)
+            Err(RecvTimeoutError::Disconnected) => self.panicked(),
+        }
+    }
+
+    /// Asks the threads to stop, and returns the results until they have. Calls `waiting` at
+    /// intervals.
+    ///
+    /// # Errors
+    ///
+    /// If a job or `waiting` fails, or a thread panicked.
+    pub fn drain(self, mut waiting: impl FnMut() -> Result<()>) -> Result<Vec<T>> {
+        self.stop.store(true, Ordering::Release);
+        let mut results = Vec::new();
+        loop {
+            match self.results.recv_timeout(POLL) {
+                Ok(result) => results.push(result?),
+                Err(RecvTimeoutError::Timeout) => waiting()?,
+                Err(RecvTimeoutError::Disconnected) => break,
             }
         }
+        match self.running.load(Ordering::Acquire) {
+            0 => Ok(results),
+            _ => self.panicked(),
+        }
+    }
+
+    fn panicked<R>(&self) -> Result<R> {
+        bail!("a thread of the {} panicked", self.name)
     }
 }
 
@@ -128,6 +161,47 @@ mod tests {
         let workers = Workers::<usize>::start("test", 1, [1], |_, _| panic!("of the test"));
         let error = all(&workers.unwrap(), 1).unwrap_err();
         assert_eq!(error.to_string(), "a thread of the test panicked");
+    }
+
+    #[test]
+    fn drained_workers_end_what_they_have_begun() {
+        let (started, starts) = channel();
+        let work = move |job: usize, stop: &AtomicBool| {
+            started.send(job)?;
+            while !stop.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            Ok((job > 0).then_some(job))
+        };
+        let workers = Workers::start("test", 2, 0..9, work).unwrap();
+        let first: Vec<usize> = starts.iter().take(2).collect();
+        assert_eq!(first.iter().sum::<usize>(), 1, "{first:?}");
+        assert_eq!(workers.drain(|| Ok(())).unwrap(), [1]);
+        assert!(starts.recv().is_err());
+    }
+
+    #[test]
+    fn errors_and_panics_end_a_drain() {
+        fn error(
+            work: impl Fn() -> Result<Option<()>> + Send + Sync + 'static,
+            waiting: impl FnMut() -> Result<()>,
+        ) -> String {
+            let (started, starts) = channel();
+            let work = move |(), _: &AtomicBool| {
+                started.send(())?;
+                work()
+            };
+            let workers = Workers::start("test", 1, [()], work).unwrap();
+            starts.recv().unwrap();
+            workers.drain(waiting).unwrap_err().to_string()
+        }
+        assert_eq!(error(|| bail!("one"), || Ok(())), "one");
+        let panicked = error(|| panic!("of the test"), || Ok(()));
+        assert_eq!(panicked, "a thread of the test panicked");
+        let (_sender, never) = channel::<()>();
+        let never = Mutex::new(never);
+        let wait = move || Ok(never.lock().unwrap().recv().ok());
+        assert_eq!(error(wait, || bail!("enough")), "enough");
     }
 
     #[test]

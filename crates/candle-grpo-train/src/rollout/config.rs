@@ -176,7 +176,8 @@ impl RolloutConfig {
         if self.partial {
             let must =
                 format!("be false with engine {engine}, which samples completions to their end");
-            check(self.engine.is_local(), "partial", true, &must)?;
+            let interrupts = self.engine.is_local() || self.engine.loads_weights();
+            check(interrupts, "partial", true, &must)?;
             let must = "be false with max_staleness above 0";
             check(self.max_staleness == 0, "partial", true, must)?;
         } else if let Some(prompts) = self.prompts_in_flight {

@@ -1,6 +1,6 @@
 //! The interface to anything that samples completions.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{DecoderConfig, Export, Lora, ModelConfig, Parameters};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
@@ -158,6 +158,27 @@ pub struct Partial<'a> {
     pub unfinished: &'a (dyn Fn(usize, Completion) -> Result<()> + Sync),
 }
 
+impl Partial<'_> {
+    /// Checks the beginnings of the completions for `prompts`, for a model with `vocab_size`
+    /// tokens.
+    pub(super) fn validate(&self, prompts: &[PromptRequest<'_>], vocab_size: usize) -> Result<()> {
+        let most = prompts
+            .iter()
+            .flat_map(|request| request.seeds.iter().map(|_| request.max_new_tokens));
+        for (place, (begun, most)) in self.begun.iter().zip(most).enumerate() {
+            let Some(begun) = begun else { continue };
+            let valid = begun.validate(vocab_size);
+            valid.with_context(|| format!("begun[{place}]"))?;
+            ensure!(
+                begun.tokens.len() < most,
+                "begun[{place}]: {} tokens, must be fewer than {most}",
+                begun.tokens.len()
+            );
+        }
+        Ok(())
+    }
+}
+
 /// A prompt, and the completions to sample for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptRequest<'a> {
@@ -190,7 +211,16 @@ pub struct CompletionSeed {
 impl CompletionSeed {
     /// Returns a single number, for an engine whose seeds are 64-bit integers.
     pub fn to_u64(self) -> u64 {
-        self.random().next_u64()
+        self.to_u64_after(0)
+    }
+
+    /// Returns the number for a request that continues the completion after its first `tokens`
+    /// tokens.
+    pub fn to_u64_after(self, tokens: usize) -> u64 {
+        let mut random = self.random();
+        // In words of 32 bits.
+        random.set_word_pos(2 * tokens as u128);
+        random.next_u64()
     }
 
     /// Returns the completion's random numbers.

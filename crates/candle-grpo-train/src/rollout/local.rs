@@ -240,15 +240,11 @@ impl<C: ModelConfig> LocalGenerator<C> {
         let Some(partial) = batch.partial else {
             return Ok(());
         };
-        let requests = batch.prompts.iter();
-        let most = requests.flat_map(|r| r.seeds.iter().map(|_| r.max_new_tokens));
-        for (place, (begun, most)) in partial.begun.iter().zip(most).enumerate() {
-            let Some(begun) = begun else { continue };
-            let valid = begun.validate(vocabulary);
-            valid.with_context(|| format!("begun[{place}]"))?;
+        partial.validate(batch.prompts, vocabulary)?;
+        for (place, begun) in partial.begun.iter().enumerate() {
             ensure!(
-                begun.tokens.len() < most && begun.log_probs.is_some(),
-                "begun[{place}]: must have fewer than {most} tokens, and their log_probs"
+                begun.as_ref().is_none_or(|begun| begun.log_probs.is_some()),
+                "begun[{place}]: no log_probs, must have them"
             );
         }
         Ok(())

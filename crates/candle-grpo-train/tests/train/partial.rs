@@ -212,7 +212,7 @@ fn completions_that_cannot_be_continued_are_named() {
         generated.map_err(|error| format!("{error:#}")).err()
     };
     assert_eq!(error(|_| ()), None);
-    let must = "begun[1]: must have fewer than 8 tokens, and their log_probs";
+    let must = "begun[1]: no log_probs, must have them";
     assert_eq!(error(|c| c.log_probs = None).as_deref(), Some(must));
     let long = |c: &mut Completion| {
         c.tokens = vec![1; 8];
@@ -220,6 +220,7 @@ fn completions_that_cannot_be_continued_are_named() {
         c.log_probs = Some(vec![-1.; 8]);
         c.weight_versions = vec![0; 8];
     };
+    let must = "begun[1]: 8 tokens, must be fewer than 8";
     assert_eq!(error(long).as_deref(), Some(must));
     let unknown = error(|c| c.tokens[1] = 99).unwrap();
     assert!(

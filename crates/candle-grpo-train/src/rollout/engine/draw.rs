@@ -2,21 +2,31 @@
 
 use std::sync::Arc;
 
-use super::protocol::{DrawRequest, Drawn, End, Failure};
+use super::protocol::{DrawRequest, Drawn, Failure};
 use super::servers::{Lease, Servers};
 use super::weights::WeightFormat;
-use crate::SamplingConfig;
 use crate::rollout::CompletionSeed;
+use crate::{Completion, SamplingConfig};
 
 /// A completion to sample.
 pub(super) struct Job {
     pub(super) place: usize,
     pub(super) seed: CompletionSeed,
     pub(super) prompt: Vec<u32>,
+    /// The tokens that it already has.
+    pub(super) begun: Option<Completion>,
+    /// Maximum number of tokens, including those of `begun`.
     pub(super) max_new_tokens: usize,
 }
 
-/// Samples a completion on one server.
+impl Job {
+    /// Returns the tokens that it already has.
+    pub(super) fn begun(&self) -> &[u32] {
+        self.begun.as_ref().map_or(&[], |begun| &begun.tokens)
+    }
+}
+
+/// Samples a completion, or the rest of one, on one server.
 pub(super) fn draw(
     servers: &Servers,
     lease: &Lease<'_>,
@@ -34,9 +44,9 @@ pub(super) fn draw(
     let request = DrawRequest {
         model,
         is_adapter: adapter.is_some(),
-        prompt: job.prompt.clone(),
-        max_new_tokens: job.max_new_tokens,
-        seed: job.seed.to_u64(),
+        prompt: [&job.prompt, job.begun()].concat(),
+        max_new_tokens: job.max_new_tokens - job.begun().len(),
+        seed: job.seed.to_u64_after(job.begun().len()),
         sampling: Arc::clone(sampling),
         log_probs,
     };
@@ -44,9 +54,6 @@ pub(super) fn draw(
     let mut drawn = protocol.parse(&server.ask(&protocol.draw(&request), tokens)?)?;
     if !log_probs {
         drawn.log_probs = vec![0.; drawn.tokens.len()];
-    }
-    if drawn.end == End::Aborted {
-        return Err(Failure::Malformed("the completion was aborted".to_owned()));
     }
     // If a server does not have an adapter, it refuses its name. Whole weights are lost silently.
     if let Some(weights) = weights
@@ -66,4 +73,9 @@ pub(super) fn draw(
         }
     }
     Ok(drawn)
+}
+
+/// The failure of a completion that nobody has interrupted.
+pub(super) fn aborted() -> Failure {
+    Failure::Malformed("the completion was aborted".to_owned())
 }

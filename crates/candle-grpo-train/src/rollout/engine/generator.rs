@@ -1,13 +1,13 @@
 //! The generator that samples from servers.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{CheckpointForm, ComputeDType};
 
-use super::draw::{Job, draw};
+use super::draw::{Job, aborted, draw};
 use super::probe::{self, Distribution};
 use super::prober::Prober;
 use super::protocol::{Drawn, End, Protocol};
@@ -56,6 +56,15 @@ pub struct ServerGenerator {
     max_retries: usize,
     /// False if the completions need no log-probs.
     log_probs: bool,
+}
+
+/// A completion, or the beginning of one.
+struct Answer {
+    place: usize,
+    completion: Completion,
+    /// Number of its tokens that are new.
+    new_tokens: usize,
+    has_ended: bool,
 }
 
 /// State that a call's threads share.
@@ -170,6 +179,23 @@ impl ServerGenerator {
         }
     }
 
+    /// Ends all requests, and returns the completions and beginnings that the servers answer.
+    fn interrupt(&self, workers: Workers<Answer>, progress: &dyn Progress) -> Result<Vec<Answer>> {
+        let ensure_not_canceled = || match progress.is_canceled() {
+            true => Err(Interrupted.into()),
+            false => Ok(()),
+        };
+        let interrupts = self.servers.interrupt()?;
+        let answers = workers.drain(|| {
+            ensure_not_canceled()?;
+            interrupts.next()?;
+            Ok(())
+        })?;
+        // A late one would end requests of the next call.
+        interrupts.drain(ensure_not_canceled)?;
+        Ok(answers)
+    }
+
     fn written(&self) -> MutexGuard<'_, Option<WeightFolder>> {
         // No code panics while it holds the lock.
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
@@ -189,6 +215,9 @@ impl ServerGenerator {
 impl Generator for ServerGenerator {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         batch.sampling.validate()?;
+        if let Some(partial) = &batch.partial {
+            partial.validate(batch.prompts, self.vocab_size)?;
+        }
         let jobs = jobs(batch);
         let total = jobs.len();
         let shared = Batch {
@@ -198,11 +227,22 @@ impl Generator for ServerGenerator {
             max_retries: self.max_retries,
             log_probs: self.log_probs && !batch.sampling.greedy,
         };
-        let work = move |job: Job, stop: &AtomicBool| shared.work(&job, stop);
+        let work = move |job: Job, stop: &AtomicBool| shared.work(job, stop);
         let workers = Workers::start("engine", self.max_inflight, jobs, work)?;
         let stop_strings = match batch.decode {
             Some(_) => StopStrings::new(batch)?,
             None => None,
+        };
+        let mut receive = |mut answer: Answer| {
+            end(batch, stop_strings.as_ref(), &mut answer)?;
+            if !answer.has_ended {
+                let unfinished = batch.partial.map(|partial| partial.unfinished);
+                let unfinished = unfinished.context("the completion has not ended")?;
+                return unfinished(answer.place, answer.completion);
+            }
+            deliver(answer.place, answer.completion)?;
+            batch.progress.advance(1, answer.new_tokens);
+            Ok(())
         };
         let mut left = total;
         let mut probe = None;
@@ -210,15 +250,15 @@ impl Generator for ServerGenerator {
             if batch.progress.is_canceled() {
                 return Err(Interrupted.into());
             }
+            if batch.partial.is_some_and(|partial| (partial.is_enough)()) {
+                let answers = self.interrupt(workers, batch.progress)?;
+                return answers.into_iter().try_for_each(receive);
+            }
             self.prober.probe_recovered(&mut probe)?;
-            let Some((place, mut completion)) = workers.next()? else {
-                continue;
-            };
-            end(batch, stop_strings.as_ref(), &mut completion)?;
-            let tokens = completion.tokens.len();
-            deliver(place, completion)?;
-            batch.progress.advance(1, tokens);
-            left -= 1;
+            if let Some(answer) = workers.next()? {
+                receive(answer)?;
+                left -= 1;
+            }
         }
         Ok(())
     }
@@ -243,17 +283,20 @@ impl Generator for ServerGenerator {
 
 /// Ends a completion at its first stop token or stop string, which some servers ignore, and sets
 /// the finish reason. Some servers check the length first, and some use the same reason for stop
-/// strings and tokens.
+/// strings and tokens. A server that continues a completion does not know a stop string's
+/// beginning.
 fn end(
     batch: &GenerationBatch<'_>,
     stop_strings: Option<&StopStrings<'_>>,
-    completion: &mut Completion,
+    answer: &mut Answer,
 ) -> Result<()> {
+    let completion = &mut answer.completion;
     let is_stop = |id: &u32| batch.sampling.stop_token_ids.contains(id);
     let stop_token = completion.tokens.iter().position(is_stop);
     if let Some(last) = stop_token {
         truncate(completion, last + 1);
         completion.finish_reason = FinishReason::StopToken;
+        answer.has_ended = true;
     }
     // Before a stop token, whose text ends nothing.
     let text = &completion.tokens[..stop_token.unwrap_or(completion.tokens.len())];
@@ -262,6 +305,7 @@ fn end(
     {
         truncate(completion, len);
         completion.finish_reason = FinishReason::StopString;
+        answer.has_ended = true;
     }
     Ok(())
 }
@@ -278,6 +322,26 @@ fn truncate(completion: &mut Completion, len: usize) {
     }
 }
 
+/// Adds the tokens that `later` has after those of `begun`.
+fn append(begun: Option<Completion>, later: Completion) -> Completion {
+    let Some(mut all) = begun else {
+        return later;
+    };
+    let written = |of: &Completion| (0..of.tokens.len()).map(|at| of.is_written(at)).collect();
+    if all.written.is_some() || later.written.is_some() {
+        let parts: [Vec<bool>; 2] = [written(&all), written(&later)];
+        all.written = Some(parts.concat());
+    }
+    all.tokens.extend(later.tokens);
+    all.drawn_log_probs.extend(later.drawn_log_probs);
+    let log_probs = all.log_probs.zip(later.log_probs);
+    all.log_probs = log_probs.map(|(begun, later)| [begun, later].concat());
+    all.weight_versions.extend(later.weight_versions);
+    all.finish_reason = later.finish_reason;
+    all.experts = None;
+    all
+}
+
 impl Drop for ServerGenerator {
     fn drop(&mut self) {
         // If a server cannot read its weights, it may be lost.
@@ -290,30 +354,44 @@ impl Drop for ServerGenerator {
 }
 
 impl Batch {
-    /// Samples a completion, with its place.
-    fn work(&self, job: &Job, stop: &AtomicBool) -> Result<Option<(usize, Completion)>> {
-        let completion = self.complete(job, stop).with_context(|| {
+    /// Samples a completion.
+    fn work(&self, mut job: Job, stop: &AtomicBool) -> Result<Option<Answer>> {
+        let drawn = self.complete(&job, stop).with_context(|| {
             let CompletionSeed { sample, prompt, .. } = job.seed;
             format!("completion {sample} of prompt {prompt}")
         })?;
-        Ok(completion.map(|completion| (job.place, completion)))
+        Ok(drawn.map(|(new, has_ended)| Answer {
+            place: job.place,
+            new_tokens: new.tokens.len(),
+            completion: append(job.begun.take(), new),
+            has_ended,
+        }))
     }
 
-    /// Samples a completion, on several servers one after another if necessary. Returns `None` if
-    /// the call ends earlier.
-    fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<Completion>> {
-        self.servers.ask(self.max_retries, stop, |lease| {
+    /// Samples a completion's new tokens, on several servers one after another if necessary, and
+    /// returns whether it has ended. Returns `None` if it has no new tokens when the call ends.
+    fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<(Completion, bool)>> {
+        let answered = self.servers.ask(self.max_retries, stop, |lease| {
             lease.ensure_fits(job.prompt.len(), job.max_new_tokens)?;
             let drawn = draw(&self.servers, lease, job, &self.sampling, self.log_probs);
             let drawn = match drawn {
                 Ok(drawn) => drawn,
                 Err(failure) => return Ok(Err(failure)),
             };
+            let left = job.max_new_tokens - job.begun().len();
+            let has_ended = drawn.end != End::Aborted || drawn.tokens.len() == left;
+            if !has_ended && !stop.load(Ordering::Acquire) {
+                return Ok(Err(aborted()));
+            }
+            if !has_ended && drawn.tokens.is_empty() {
+                return Ok(Ok(None));
+            }
             let completion = self.completion(drawn, lease);
             let validated = completion.validate(self.vocab_size);
             validated.with_context(|| lease.server().url().to_owned())?;
-            Ok(Ok(completion))
-        })
+            Ok(Ok(Some((completion, has_ended))))
+        })?;
+        Ok(answered.flatten())
     }
 
     fn completion(&self, drawn: Drawn, lease: &Lease<'_>) -> Completion {
@@ -356,6 +434,9 @@ fn jobs(batch: &GenerationBatch<'_>) -> Vec<Job> {
                 place: jobs.len(),
                 seed,
                 prompt: request.tokens.to_vec(),
+                begun: batch
+                    .partial
+                    .and_then(|partial| partial.begun.get(jobs.len())?.clone()),
                 max_new_tokens: request.max_new_tokens,
             });
         }

@@ -8,9 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
-use super::draw::{Job, draw};
+use super::draw::{Job, aborted, draw};
 use super::probe::{self, Distribution};
-use super::protocol::{Drawn, Failure};
+use super::protocol::{Drawn, End, Failure};
 use super::servers::{Lease, Servers};
 use super::weights::{EngineWeights, WeightFormat};
 use crate::rollout::{CompletionSeed, PolicyWeights, RolloutConfig};
@@ -316,8 +316,12 @@ fn ask(
             turn: 0,
         },
         prompt: prompt.clone(),
+        begun: None,
         max_new_tokens: probe::NEW_TOKENS,
     });
-    jobs.map(|job| draw(servers, lease, &job, &sampling, true))
-        .collect()
+    let ask = |job| match draw(servers, lease, &job, &sampling, true)? {
+        drawn if drawn.end == End::Aborted => Err(aborted()),
+        drawn => Ok(drawn),
+    };
+    jobs.map(ask).collect()
 }

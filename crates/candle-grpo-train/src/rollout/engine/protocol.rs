@@ -132,6 +132,18 @@ pub trait Protocol: Send + Sync {
     /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
 
+    /// Ends the requests that sample completions. Each is answered with its tokens so far, as
+    /// [`End::Aborted`]. Called again until all are answered, because one may have just been sent.
+    /// By default, they run to their end.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the server does not support it, or does not answer.
+    fn interrupt(&self, server: &Server) -> Result<(), Failure> {
+        let _ = server;
+        Ok(())
+    }
+
     /// Returns whether the server still serves `weights`. Called after each completion, unless the
     /// answer reports the version or the request names the adapter.
     ///
@@ -292,7 +304,8 @@ pub enum End {
     StopString,
     /// The maximum length.
     Length,
-    /// The server aborted it. The completion is sampled again.
+    /// The server aborted it. If the client has [interrupted](Protocol::interrupt) it, the
+    /// completion keeps its tokens, of which there may be none. Otherwise, it is sampled again.
     Aborted,
 }
 

@@ -14,11 +14,13 @@ use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::rollout::RolloutConfig;
 use candle_grpo_base::clock::running_time;
-use candle_grpo_base::workers::POLL;
+use candle_grpo_base::workers::{POLL, Workers};
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
 /// Maximum wait for a server's health check.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
+/// Wait before a server is told again to end its requests.
+const INTERRUPT_INTERVAL: Duration = Duration::from_millis(250);
 /// Wait before a failed server is checked again; it doubles with each failure.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
@@ -221,6 +223,34 @@ impl Servers {
         let mut state = self.lock();
         state.is_closed = true;
         state.servers.iter().any(|server| server.is_loading)
+    }
+
+    /// Starts threads that tell the servers to end their requests, again and again until they are
+    /// stopped. A server that refuses it is an error.
+    pub(super) fn interrupt(self: &Arc<Self>) -> Result<Workers<()>> {
+        let servers = Arc::clone(self);
+        let interrupt = move |index: usize, stop: &AtomicBool| {
+            let server = &servers.list[index];
+            while !stop.load(Ordering::Acquire) {
+                let is_busy = servers.lock().servers[index].in_flight > 0;
+                let interrupted = is_busy.then(|| servers.protocol.interrupt(server));
+                match interrupted.unwrap_or(Ok(())) {
+                    Err(
+                        failure @ (Failure::Status {
+                            status: 400..500, ..
+                        }
+                        | Failure::Unsupported(_)),
+                    ) => bail!("{}: {failure}", server.url),
+                    // The requests of a server that does not answer fail, too.
+                    _ => {
+                        pause(INTERRUPT_INTERVAL, || stop.load(Ordering::Acquire));
+                    }
+                }
+            }
+            Ok(None)
+        };
+        let count = self.list.len();
+        Workers::start("engine", count, 0..count, interrupt)
     }
 
     /// Waits before a request that has failed `tries` times is retried, at most until `stop` is

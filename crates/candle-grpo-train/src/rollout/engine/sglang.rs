@@ -159,6 +159,12 @@ impl Protocol for Sglang {
         }
     }
 
+    fn interrupt(&self, server: &Server) -> Result<(), Failure> {
+        let body = json!({"rid": "", "abort_all": true});
+        server.call(&Call::post("/abort_request", body))?;
+        Ok(())
+    }
+
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
         let answer = server.call(&Call::get("/get_model_info"))?;
         Ok(answer["weight_version"] == weights.name())

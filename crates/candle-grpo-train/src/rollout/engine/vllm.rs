@@ -83,6 +83,11 @@ impl Protocol for Vllm {
         }
     }
 
+    fn interrupt(&self, server: &Server) -> Result<(), Failure> {
+        server.call(&Call::post("/abort_requests", json!({})))?;
+        Ok(())
+    }
+
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
         match weights.format {
             WeightFormat::Adapter => {

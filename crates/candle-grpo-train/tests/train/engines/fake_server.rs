@@ -65,6 +65,10 @@ pub(crate) struct Engine {
     pub(crate) dead: bool,
     /// The key that requests need.
     pub(crate) api_key: Option<String>,
+    /// Returns the number of tokens after which a request waits for an abort, if it has more.
+    pub(crate) waits_after: fn(&Draw) -> Option<usize>,
+    /// Number of times that a client has aborted all requests.
+    pub(crate) aborts: usize,
 }
 
 impl FakeServer {
@@ -77,6 +81,8 @@ impl FakeServer {
                 broken: false,
                 dead: false,
                 api_key: None,
+                waits_after: |_| None,
+                aborts: 0,
             }),
             resumed: Condvar::new(),
             faults: Mutex::new(Box::new(|_| None)),
@@ -172,6 +178,12 @@ impl Shared {
         self.resumed.notify_all();
     }
 
+    /// Ends the requests that wait for it.
+    pub(super) fn abort_all(&self) {
+        self.engine().aborts += 1;
+        self.resumed.notify_all();
+    }
+
     /// Returns true if the request has the server's key.
     pub(super) fn is_authorized(&self, request: &Request) -> bool {
         let engine = self.engine();
@@ -231,8 +243,18 @@ impl Shared {
             return Ok(None);
         }
         let drawing = engine.policy.drawing(weights);
+        let (waits_after, aborts) = ((engine.waits_after)(draw), engine.aborts);
         drop(engine);
-        let drawn = drawing.draw(draw).map_err(|e| (500, format!("{e:#}")))?;
+        let mut drawn = drawing.draw(draw).map_err(|e| (500, format!("{e:#}")))?;
+        if let Some(length) = waits_after
+            && drawn.iter().any(|drawn| drawn.tokens.len() > length)
+        {
+            let mut engine = self.engine();
+            while engine.aborts == aborts && !self.closing.load(Ordering::Acquire) {
+                engine = self.resumed.wait(engine).unwrap();
+            }
+            drawn.iter_mut().for_each(|drawn| drawn.abort(length));
+        }
         Ok(Some(drawn))
     }
 }

@@ -96,6 +96,13 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
             shared.set_paused(false);
             ok(json!({"message": "Generation continued successfully.", "status": "ok"}))
         }
+        ("POST", "/abort_request") => {
+            let body = object(&request.body, &["abort_all", "rid"]).unwrap_or_default();
+            if body["abort_all"] == true {
+                shared.abort_all();
+            }
+            Reply::new(200, "")
+        }
         ("GET" | "POST", "/flush_cache") => Reply::new(200, "Cache flushed.\n"),
         _ => not_found(),
     }
@@ -214,6 +221,7 @@ fn read_draw(body: &Value, sampling: &Value, end: u32) -> Result<Draw, String> {
 fn completion(drawn: &Drawn, draw: &Draw, body: &Value, version: &str) -> Value {
     let length = drawn.tokens.len();
     let finish_reason = match drawn.finish_reason {
+        _ if drawn.is_aborted => json!({"type": "abort", "message": "Aborted"}),
         // The length is checked before the last token.
         _ if length == draw.sampling.max_new_tokens => json!({"type": "length", "length": length}),
         FinishReason::StopToken => json!({"type": "stop", "matched": drawn.tokens[length - 1]}),

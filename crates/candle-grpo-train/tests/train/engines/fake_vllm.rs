@@ -65,6 +65,10 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
             shared.set_paused(false);
             ok(json!({"status": "resumed"}))
         }
+        ("POST", "/abort_requests") => {
+            shared.abort_all();
+            ok(json!({"status": "aborted", "aborted": 1}))
+        }
         ("GET", "/is_paused") => ok(json!({"is_paused": shared.engine().paused})),
         ("POST", "/reset_prefix_cache") => ok(json!({"success": true})),
         ("POST", "/update_weight_version") => {
@@ -220,6 +224,7 @@ fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value, end: u32) -> V
     let last = drawn.tokens.last();
     let (finish_reason, stop_reason) = match drawn.finish_reason {
         // The end-of-text token is not a stop token in a request.
+        _ if drawn.is_aborted => ("abort", Value::Null),
         FinishReason::StopToken if body["ignore_eos"] != true && last == Some(&end) => {
             ("stop", Value::Null)
         }

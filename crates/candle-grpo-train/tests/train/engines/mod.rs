@@ -6,6 +6,7 @@ mod fake_sglang;
 pub(crate) mod fake_vllm;
 mod fakes;
 mod faults;
+mod partial;
 mod random_faults;
 mod recorded;
 mod served_policy;

@@ -84,6 +84,19 @@ pub(crate) struct Drawn {
     pub(crate) log_probs: Vec<f32>,
     pub(crate) finish_reason: FinishReason,
     pub(crate) text: String,
+    /// True if a client aborted it.
+    pub(crate) is_aborted: bool,
+}
+
+impl Drawn {
+    /// Leaves the first `length` tokens.
+    pub(crate) fn abort(&mut self, length: usize) {
+        if self.tokens.len() > length {
+            self.tokens.truncate(length);
+            self.log_probs.truncate(length);
+            self.is_aborted = true;
+        }
+    }
 }
 
 impl ServedPolicy {
@@ -256,6 +269,7 @@ impl Drawing {
                 log_probs: self.log_probs(draw, &completion)?,
                 tokens: completion.tokens,
                 finish_reason: completion.finish_reason,
+                is_aborted: false,
             });
         }
         Ok(drawn)
