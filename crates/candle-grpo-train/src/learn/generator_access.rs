@@ -57,9 +57,11 @@ impl GeneratorAccess {
         self.lock()
     }
 
+    /// Ends a reservation. Without one, does not wait for a thread that samples.
     pub(super) fn release(&self) {
-        self.reserved.store(false, Ordering::SeqCst);
-        self.wake();
+        if self.reserved.swap(false, Ordering::SeqCst) {
+            self.wake();
+        }
     }
 
     /// Wakes the waiting threads, which then check whether they are canceled.
