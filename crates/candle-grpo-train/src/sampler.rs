@@ -262,7 +262,8 @@ impl<C: ModelConfig> Sampler<C> {
     }
 
     /// Continues groups until `needed` of them are whole, and all that started in the step `oldest`
-    /// or before it. Their prompts are in `prompts`.
+    /// or before it. Their prompts are in `prompts`. Returns false if `interrupted` has ended it
+    /// before.
     ///
     /// # Errors
     ///
@@ -273,7 +274,8 @@ impl<C: ModelConfig> Sampler<C> {
         groups: &mut [UnfinishedGroup],
         needed: usize,
         oldest: usize,
-    ) -> Result<()> {
+        interrupted: &(dyn Fn() -> bool + Sync),
+    ) -> Result<bool> {
         let mut left: Vec<usize> = groups.iter().map(UnfinishedGroup::count_left).collect();
         let whole = left.iter().filter(|left| **left == 0).count();
         let mut missing = needed.saturating_sub(whole);
@@ -283,7 +285,7 @@ impl<C: ModelConfig> Sampler<C> {
             .filter(|(group, left)| is_old(group) && **left > 0)
             .count();
         if missing == 0 && old_left == 0 {
-            return Ok(());
+            return Ok(true);
         }
         // The group and the number of each completion to sample.
         let mut places = Vec::new();
@@ -314,7 +316,7 @@ impl<C: ModelConfig> Sampler<C> {
         let unfinished = Mutex::new(Vec::new());
         let partial = Partial {
             begun: &begun,
-            is_enough: &|| has_enough.load(Ordering::Acquire),
+            is_enough: &|| has_enough.load(Ordering::Acquire) || interrupted(),
             unfinished: &|place, completion| {
                 let mut unfinished = unfinished.lock().unwrap_or_else(PoisonError::into_inner);
                 unfinished.push((place, completion));
@@ -337,8 +339,9 @@ impl<C: ModelConfig> Sampler<C> {
             }
             has_enough.store(missing == 0 && old_left == 0, Ordering::Release);
         })?;
+        let has_enough = has_enough.into_inner();
         ensure!(
-            has_enough.into_inner(),
+            has_enough || interrupted(),
             "generator: ended before enough completions had ended"
         );
         let unfinished = unfinished.into_inner();
@@ -361,7 +364,7 @@ impl<C: ModelConfig> Sampler<C> {
                 completion.state = CompletionState::Begun(begun);
             }
         }
-        Ok(())
+        Ok(has_enough)
     }
 
     /// The source of trajectories, if there is one.

@@ -14,9 +14,9 @@ use candle_grpo_nn::{ModelConfig, Parameters};
 
 use super::TrainerState;
 use super::collector::{Collect, Collection, Collector};
-use super::snapshot::Snapshot;
+use super::snapshot::{NewestWeights, Snapshot};
 use super::staleness::{max_staleness, stale_groups};
-use crate::rollout::{LocalGenerator, PolicyWeights};
+use crate::rollout::{LocalGenerator, PolicyWeights, UnfinishedGroup};
 use candle_grpo_base::within;
 
 /// Collects the completions of later steps on a thread while the policy trains.
@@ -66,7 +66,7 @@ impl<C: ModelConfig> Ahead<C> {
                 "be 0 with a generator that shares the weights of the policy",
             )?;
         }
-        Worker::start(collector, state.steps, state.visited)
+        Worker::start(collector, state)
     }
 }
 
@@ -98,6 +98,9 @@ impl<C: ModelConfig> Collect<C> for Ahead<C> {
 /// lack at most d + `weight_sync_steps` - 1 = `max_staleness` updates when step s trains. A
 /// completion thus depends on the step, and not on the speed of the threads.
 ///
+/// With in-flight updates, weights are passed on as soon as they are due, also while a step is
+/// drawn. Its later tokens then lack fewer updates.
+///
 /// Dropping it cancels the draw and waits for the thread.
 struct Worker<C: ModelConfig> {
     collector: Collector<C>,
@@ -108,6 +111,8 @@ struct Worker<C: ModelConfig> {
     requested: usize,
     /// The version of the last weights that were passed to the thread.
     synchronized: Option<u64>,
+    /// The weights that the thread takes while it draws, with in-flight updates.
+    newest: Option<Arc<NewestWeights<C>>>,
     /// A copy in main memory of the frozen parameters of a policy with adapters on a GPU.
     base: Option<Parameters>,
 }
@@ -121,22 +126,30 @@ struct Request<C> {
 }
 
 impl<C: ModelConfig> Worker<C> {
-    /// Starts the thread after `steps` steps and `visited` positions in the order of prompts.
-    fn start(collector: Collector<C>, steps: usize, visited: usize) -> Result<Self> {
+    /// Starts the thread, for the steps after `state`.
+    fn start(collector: Collector<C>, state: &TrainerState) -> Result<Self> {
         let (requests, requested) = channel();
         let (collected, collections) = channel();
-        let own = collector.clone().without_exchange();
+        let in_flight = collector.config.rollout.in_flight_updates;
+        let newest = in_flight.then(Arc::default);
+        let own = Draws {
+            collector: collector.clone().without_exchange(),
+            newest: newest.clone(),
+            visited: state.visited,
+            unfinished_groups: state.unfinished_groups.clone(),
+        };
         let thread = Builder::new()
             .name("rollouts".to_owned())
-            .spawn(move || collect_all(&own, visited, &requested, &collected))
+            .spawn(move || collect_all(own, &requested, &collected))
             .context("the thread of rollouts cannot be started")?;
         Ok(Self {
             collector,
             requests: Some(requests),
             collections,
             thread: Some(thread),
-            requested: steps,
+            requested: state.steps,
             synchronized: None,
+            newest,
             base: None,
         })
     }
@@ -175,18 +188,25 @@ impl<C: ModelConfig> Worker<C> {
         let every = config.weight_sync_steps;
         let ahead = (config.max_staleness + 1).saturating_sub(every);
         let last = (step + ahead).min(last_step).max(step);
+        let is_due = self
+            .synchronized
+            .is_none_or(|version| weights.version.saturating_sub(version) >= every as u64);
+        let mut new = None;
+        if is_due && (self.newest.is_some() || self.requested < last) {
+            new = Some(self.snapshot(weights)?);
+            self.synchronized = Some(weights.version);
+        }
+        if let Some(newest) = &self.newest
+            && let Some(weights) = new.take()
+        {
+            newest.put(weights);
+        }
         while self.requested < last {
-            let is_due = self
-                .synchronized
-                .is_none_or(|version| weights.version.saturating_sub(version) >= every as u64);
             let request = Request {
                 step: self.requested + 1,
-                weights: is_due.then(|| self.snapshot(weights)).transpose()?,
+                weights: new.take(),
                 scores: scores.cloned(),
             };
-            if is_due {
-                self.synchronized = Some(weights.version);
-            }
             self.requested += 1;
             // If the thread has ended, its last collection is the reason.
             if let Some(requests) = &self.requests {
@@ -219,7 +239,8 @@ impl<C: ModelConfig> Worker<C> {
         step: usize,
         weights: &PolicyWeights<'_, C>,
     ) -> Result<usize> {
-        let (version, most) = (weights.version, self.collector.config.rollout.max_staleness);
+        let most = self.collector.config.rollout.max_token_staleness();
+        let version = weights.version;
         let stale = stale_groups(collection, version, most as u64)?;
         if stale.is_empty() {
             return Ok(0);
@@ -257,18 +278,25 @@ impl<C: ModelConfig> Drop for Worker<C> {
     }
 }
 
+/// What the thread draws with and from.
+struct Draws<C: ModelConfig> {
+    collector: Collector<C>,
+    newest: Option<Arc<NewestWeights<C>>>,
+    /// The number of visited positions in the order of prompts.
+    visited: usize,
+    unfinished_groups: Vec<UnfinishedGroup>,
+}
+
 /// The thread: collects all requested steps, until one fails.
 fn collect_all<C: ModelConfig>(
-    collector: &Collector<C>,
-    mut visited: usize,
+    mut draws: Draws<C>,
     requests: &Receiver<Request<C>>,
     collected: &Sender<Result<Collection>>,
 ) {
     let mut idle = Instant::now();
     while let Ok(request) = requests.recv() {
         let waited = idle.elapsed().as_secs_f64();
-        let collection = collect(collector, visited, request).map(|mut collection| {
-            visited = collection.visited;
+        let collection = draws.collect(&request).map(|mut collection| {
             collection.seconds.idle = Some(waited);
             collection
         });
@@ -280,14 +308,24 @@ fn collect_all<C: ModelConfig>(
     }
 }
 
-fn collect<C: ModelConfig>(
-    collector: &Collector<C>,
-    visited: usize,
-    request: Request<C>,
-) -> Result<Collection> {
-    let weights = request.weights.as_ref().map(Snapshot::weights);
-    let scores = request.scores.as_ref();
-    collector.draw(request.step, visited, weights.as_ref(), scores, Vec::new())
+impl<C: ModelConfig> Draws<C> {
+    fn collect(&mut self, request: &Request<C>) -> Result<Collection> {
+        let newest = self.newest.as_deref();
+        let arrived = newest.and_then(NewestWeights::take);
+        let weights = arrived.as_ref().or(request.weights.as_ref());
+        let collection = self.collector.draw(
+            request.step,
+            self.visited,
+            weights.map(Snapshot::weights).as_ref(),
+            request.scores.as_ref(),
+            std::mem::take(&mut self.unfinished_groups),
+            newest,
+        )?;
+        self.visited = collection.visited;
+        self.unfinished_groups
+            .clone_from(&collection.unfinished_groups);
+        Ok(collection)
+    }
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {

@@ -15,6 +15,7 @@ use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
 use super::needs::{Needs, Source};
 use super::rollout_groups::RolloutGroups;
+use super::snapshot::NewestWeights;
 use super::step;
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
@@ -46,7 +47,7 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         let step = state.steps + 1;
         let scores = state.task_scores.as_ref();
         let groups = state.unfinished_groups.clone();
-        self.draw(step, state.visited, Some(weights), scores, groups)
+        self.draw(step, state.visited, Some(weights), scores, groups, None)
     }
 }
 
@@ -245,7 +246,8 @@ impl<C: ModelConfig> Collector<C> {
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
     /// prompts after the first `visited` positions of their order. A curriculum draws them by
     /// `scores`. With [`RolloutConfig::partial`](crate::rollout::RolloutConfig::partial), continues
-    /// the groups of earlier steps.
+    /// the groups of earlier steps. Passes the `newest` weights to the generator as soon as there
+    /// are some, while it samples.
     pub(super) fn draw(
         &self,
         step: usize,
@@ -253,6 +255,7 @@ impl<C: ModelConfig> Collector<C> {
         weights: Option<&PolicyWeights<'_, C>>,
         scores: Option<&TaskScores>,
         mut unfinished_groups: Vec<UnfinishedGroup>,
+        newest: Option<&NewestWeights<C>>,
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
         let mut visited = visited;
@@ -275,9 +278,9 @@ impl<C: ModelConfig> Collector<C> {
             let rows = self.next_prompts(scores, visited, new, &drawn)?;
             visited += new;
             drawn.extend_from_slice(&rows);
-            if self.config.rollout.partial {
+            if self.config.rollout.continues_completions() {
                 let groups = &mut unfinished_groups;
-                self.continue_groups(groups, (rows, count), step, round, &mut seconds)
+                self.continue_groups(groups, newest, (rows, count), (step, round), &mut seconds)
             } else {
                 self.sample_groups(rows, step, round, &mut seconds)
             }
@@ -347,9 +350,9 @@ impl<C: ModelConfig> Collector<C> {
     fn continue_groups(
         &self,
         groups: &mut Vec<UnfinishedGroup>,
+        newest: Option<&NewestWeights<C>>,
         (rows, count): (Vec<usize>, usize),
-        step: usize,
-        round: usize,
+        (step, round): (usize, usize),
         seconds: &mut PhaseSeconds,
     ) -> Result<RolloutGroups> {
         let (prompts, num_generations) = (&self.prompts, self.config.num_generations);
@@ -360,9 +363,17 @@ impl<C: ModelConfig> Collector<C> {
         groups.extend(started);
         let oldest = step.saturating_sub(self.config.rollout.max_continuations);
         let units = groups.iter().map(UnfinishedGroup::count_left).sum();
-        self.draw_and_score(&self.config.sampling, units, seconds, || {
-            self.sampler
-                .continue_groups(prompts, groups, count, oldest)?;
+        self.draw_and_score(&self.config.sampling, units, seconds, |turn| {
+            let have_arrived = || newest.is_some_and(NewestWeights::have_arrived);
+            let continue_groups = |groups: &mut Vec<UnfinishedGroup>| {
+                let sampler = &self.sampler;
+                sampler.continue_groups(prompts, groups, count, oldest, &have_arrived)
+            };
+            while !continue_groups(groups)? {
+                if let Some(weights) = newest.and_then(NewestWeights::take) {
+                    self.pass(&weights.weights(), turn, &*self.progress)?;
+                }
+            }
             let mut drawn = RolloutGroups::none(num_generations);
             let mut rows = Vec::with_capacity(count);
             let whole = groups.extract_if(.., |group| {
@@ -425,7 +436,7 @@ impl<C: ModelConfig> Collector<C> {
         let units = sampler.share(rows.len()).len() * num_generations;
         let mut own = RolloutGroups::none(num_generations);
         if units > 0 {
-            own = self.draw_and_score(sampler.config(), units, seconds, || {
+            own = self.draw_and_score(sampler.config(), units, seconds, |_| {
                 let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
                 let drawn = step::collect(sampler, &prompts, num_generations, stream)?;
                 Ok((drawn, rows))
@@ -445,12 +456,12 @@ impl<C: ModelConfig> Collector<C> {
         sampling: &SamplingConfig,
         units: usize,
         seconds: &mut PhaseSeconds,
-        sample: impl FnOnce() -> Result<(RolloutGroups, Vec<usize>)>,
+        sample: impl FnOnce(&mut Turn<'_>) -> Result<(RolloutGroups, Vec<usize>)>,
     ) -> Result<RolloutGroups> {
-        let turn = self.generator.wait(&*self.progress)?;
+        let mut turn = self.generator.wait(&*self.progress)?;
         let start = Instant::now();
         self.progress.begin(Phase::Sample, units);
-        let (mut groups, rows) = sample()?;
+        let (mut groups, rows) = sample(&mut turn)?;
         drop(turn);
         let sampled = Instant::now();
         let units = groups.rollouts.len();

@@ -148,10 +148,16 @@ impl<C: ModelConfig> TrainerParts<C> {
             "none",
             "be given, as the settings have them",
         )?;
-        let partial = self.config.rollout.partial;
-        let must = "be false with environments, whose trajectories end in their step";
-        let valid = !partial || self.environments.is_none();
-        check(valid, "rollout.partial", partial, must)?;
+        let rollout = &self.config.rollout;
+        let continuing = [
+            ("rollout.partial", rollout.partial),
+            ("rollout.in_flight_updates", rollout.in_flight_updates),
+        ];
+        for (name, continues) in continuing {
+            let must = "be false with environments, whose trajectories end in their step";
+            let valid = !continues || self.environments.is_none();
+            check(valid, name, continues, must)?;
+        }
         let recipe = &self.config.recipe;
         check(
             recipe.distillation_loss.is_none() || self.teacher.is_some(),
@@ -164,13 +170,11 @@ impl<C: ModelConfig> TrainerParts<C> {
             valid.map_err(|error| within("teacher", error))?;
         }
         let world_size = self.collective.world_size();
-        let one = format!("be false with {world_size} processes, each of which ends its own part");
-        check(
-            world_size == 1 || !partial,
-            "rollout.partial",
-            partial,
-            &one,
-        )?;
+        for (name, continues) in continuing {
+            let must =
+                format!("be false with {world_size} processes, each of which ends its own part");
+            check(world_size == 1 || !continues, name, continues, &must)?;
+        }
         let must = format!("be another one with {world_size} processes, which share out sequences");
         Ok(check(
             world_size == 1 || recipe.policy_loss.surrogate.level() != LossLevel::Group,

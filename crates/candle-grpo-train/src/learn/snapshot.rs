@@ -1,5 +1,7 @@
 //! Policy weight copies.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use anyhow::Result;
 use candle_core::Device;
 use candle_grpo_nn::{Lora, Parameters};
@@ -40,5 +42,36 @@ impl<C: Clone> Snapshot<C> {
             parameters: &self.parameters,
             adapters: self.adapters.as_ref(),
         }
+    }
+}
+
+/// The newest weights, from the thread that trains to the one that samples.
+pub(super) struct NewestWeights<C>(Mutex<Option<Snapshot<C>>>);
+
+impl<C> Default for NewestWeights<C> {
+    fn default() -> Self {
+        Self(Mutex::new(None))
+    }
+}
+
+impl<C> NewestWeights<C> {
+    fn lock(&self) -> MutexGuard<'_, Option<Snapshot<C>>> {
+        // No code panics while it holds the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces the weights.
+    pub(super) fn put(&self, weights: Snapshot<C>) {
+        *self.lock() = Some(weights);
+    }
+
+    /// Returns whether there are weights that [`Self::take`] has not returned.
+    pub(super) fn have_arrived(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// Returns the weights, unless it has returned them before.
+    pub(super) fn take(&self) -> Option<Snapshot<C>> {
+        self.lock().take()
     }
 }

@@ -98,16 +98,20 @@ pub struct RolloutConfig {
     /// trains. With 0, sampling and training alternate. Above 0, completions for later steps are
     /// sampled while the policy trains, and the loss must have a rollout correction.
     pub max_staleness: usize,
+    /// If true, the engine receives each update as soon as there is one, also while it samples.
+    /// Completions that have begun keep their tokens, and continue with the new weights. Needs
+    /// `max_staleness` above 0.
+    pub in_flight_updates: bool,
     /// If true, a step ends its sampling as soon as enough groups are whole. The other completions
     /// continue in the next step, with its weights, and keep their tokens. Long completions then
-    /// no longer leave the sampler with a few rows. Needs engine `local`, and a rollout
-    /// correction in the loss.
+    /// no longer leave the sampler with a few rows. Needs engine `local`, `vllm` or `sglang`, and
+    /// a rollout correction in the loss.
     pub partial: bool,
     /// Number of groups that are sampled at once with `partial`. From `prompts_per_step` to twice
     /// as many. Absent: twice as many.
     pub prompts_in_flight: Option<usize>,
     /// With `partial`, maximum number of later steps that continue a group. The last of them
-    /// samples it to its end, so a token is at most as many updates old.
+    /// samples it to its end, so a token is at most as many updates older than `max_staleness`.
     pub max_continuations: usize,
     /// Maximum mean absolute difference between the engine's and the policy's log-probs, over the
     /// tokens in a probe. It is checked at the start and after each weight transfer.
@@ -130,6 +134,7 @@ impl Default for RolloutConfig {
             weight_sync_folder: None,
             weight_sync_steps: 1,
             max_staleness: 0,
+            in_flight_updates: false,
             partial: false,
             prompts_in_flight: None,
             max_continuations: 4,
@@ -173,13 +178,14 @@ impl RolloutConfig {
         )?;
         let engine = Name(&self.engine);
         at_least_one("max_continuations", self.max_continuations)?;
+        let is_late = self.in_flight_updates && self.max_staleness == 0;
+        let must = "be false with max_staleness 0, which updates no weights while it samples";
+        check(!is_late, "in_flight_updates", true, must)?;
         if self.partial {
             let must =
                 format!("be false with engine {engine}, which samples completions to their end");
             let interrupts = self.engine.is_local() || self.engine.loads_weights();
             check(interrupts, "partial", true, &must)?;
-            let must = "be false with max_staleness above 0";
-            check(self.max_staleness == 0, "partial", true, must)?;
         } else if let Some(prompts) = self.prompts_in_flight {
             let must = "be absent unless partial is true";
             check(false, "prompts_in_flight", prompts, must)?;
@@ -225,6 +231,21 @@ impl RolloutConfig {
         self.max_staleness > 0 || self.partial
     }
 
+    /// Returns true if a completion may continue with other weights than those that began it.
+    pub(crate) fn continues_completions(&self) -> bool {
+        self.partial || self.in_flight_updates
+    }
+
+    /// Maximum number of updates between the weights that sample a token and those that it trains.
+    pub(crate) fn max_token_staleness(&self) -> usize {
+        let continuations = if self.partial {
+            self.max_continuations
+        } else {
+            0
+        };
+        self.max_staleness.saturating_add(continuations)
+    }
+
     /// Returns true if the engine is a server that never receives weights.
     pub fn is_fixed_policy(&self) -> bool {
         let receives = self.engine.loads_weights() && self.weight_sync != WeightSync::None;
@@ -268,6 +289,7 @@ impl RolloutConfig {
                 self.weight_sync_steps == plain.weight_sync_steps,
             ),
             ("max_staleness", self.max_staleness == plain.max_staleness),
+            ("partial", self.partial == plain.partial),
             (
                 "max_continuations",
                 self.max_continuations == plain.max_continuations,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread;
 
 use anyhow::Result;
 use candle_grpo_core::selection::GroupFilter;
@@ -238,14 +239,18 @@ struct Versions {
     ended: Mutex<Vec<(CompletionSeed, Vec<u32>, Completion)>>,
     /// True if it does not end calls early.
     is_whole: bool,
+    /// The version of the first weights.
+    first_version: u64,
+    /// The stream that waits for the weights of version 1 after three tokens of each completion.
+    waiting_stream: Option<u64>,
 }
 
 impl Generator for Versions {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         let weights = self.weights.lock().unwrap();
-        let version = weights.len() as u64 - 1;
+        let version = self.first_version + weights.len() as u64 - 1;
         let model = model();
-        let parameters = &weights[version as usize];
+        let parameters = weights.last().unwrap();
         let weights = PolicyWeights {
             version,
             model: &model,
@@ -257,10 +262,23 @@ impl Generator for Versions {
         let places: Vec<(CompletionSeed, &[u32])> = requests
             .flat_map(|request| request.seeds.iter().map(|&seed| (seed, request.tokens)))
             .collect();
-        let batch = GenerationBatch {
-            partial: batch.partial.filter(|_| !self.is_whole),
-            ..*batch
+        let mut streams = places.iter().map(|(seed, _)| seed.stream);
+        let waits = version == 0 && streams.any(|stream| self.waiting_stream == Some(stream));
+        let asked = AtomicUsize::new(0);
+        let is_enough = || {
+            let is_enough = || batch.partial.is_some_and(|partial| (partial.is_enough)());
+            while waits && asked.fetch_add(1, Ordering::Relaxed) >= 3 && !is_enough() {
+                assert!(!batch.progress.is_canceled(), "the weights never arrived");
+                thread::yield_now();
+            }
+            is_enough()
         };
+        let partial = batch.partial.filter(|_| !self.is_whole);
+        let partial = partial.map(|partial| Partial {
+            is_enough: &is_enough,
+            ..partial
+        });
+        let batch = GenerationBatch { partial, ..*batch };
         generator.generate(&batch, &mut |place, completion| {
             let (seed, prompt) = places[place];
             let mut ended = self.ended.lock().unwrap();
@@ -272,7 +290,7 @@ impl Generator for Versions {
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         let mut all = self.weights.lock().unwrap();
-        assert_eq!(all.len() as u64, weights.version);
+        assert_eq!(self.first_version + all.len() as u64, weights.version);
         all.push(weights.parameters.copy_to(device())?);
         Ok(())
     }
@@ -286,11 +304,9 @@ fn run(config: &TrainConfig, generator: &Arc<Versions>, steps: usize) -> Vec<Ste
     (0..steps).map(|_| trainer.step().unwrap()).collect()
 }
 
-/// Each token has the version that sampled it, and that version's log-prob.
-#[test]
-fn tokens_have_the_version_and_log_prob_of_the_weights_that_sampled_them() {
-    let generator = Arc::new(Versions::default());
-    let metrics = run(&config(), &generator, 6);
+/// Checks that each token has the version that sampled it, and that version's log-prob. Returns the
+/// number of completions with several versions.
+fn count_mixed(generator: &Versions) -> usize {
     let weights = generator.weights.lock().unwrap();
     let actors: Vec<Actor<Decoder>> = weights
         .iter()
@@ -325,10 +341,152 @@ fn tokens_have_the_version_and_log_prob_of_the_weights_that_sampled_them() {
             );
         }
     }
+    mixed
+}
+
+#[test]
+fn tokens_have_the_version_and_log_prob_of_the_weights_that_sampled_them() {
+    let generator = Arc::new(Versions::default());
+    let metrics = run(&config(), &generator, 6);
+    let mixed = count_mixed(&generator);
     assert!(mixed > 5, "{mixed}");
     let maxima: Vec<f64> = metrics.iter().map(|m| m.policy["staleness_max"]).collect();
     assert_eq!(maxima[0], 0.);
     assert!(maxima.contains(&1.), "{maxima:?}");
+}
+
+/// Groups are continued while the policy trains.
+#[test]
+fn partial_rollouts_may_be_sampled_ahead() {
+    let mut config = config();
+    (
+        config.rollout.max_staleness,
+        config.rollout.max_continuations,
+    ) = (1, 2);
+    let generator = Arc::new(Versions::default());
+    let metrics = run(&config, &generator, 6);
+    let mixed = count_mixed(&generator);
+    assert!(mixed > 5, "{mixed}");
+    let maxima: Vec<f64> = metrics.iter().map(|m| m.policy["staleness_max"]).collect();
+    assert_eq!(maxima[..2], [0., 1.]);
+    assert!(maxima.contains(&2.), "{maxima:?}");
+    assert!(maxima.iter().all(|&age| age <= 3.), "{maxima:?}");
+    for metrics in &metrics {
+        assert_eq!(metrics.policy["regenerated_groups"], 0.);
+        assert_eq!(metrics.policy["unfinished_groups"], 3.);
+    }
+}
+
+/// A checkpoint has the groups after its step, and not those of the steps that are sampled ahead.
+#[test]
+fn a_resumed_run_continues_the_groups_of_its_checkpoint() {
+    let mut config = config();
+    config.rollout.max_staleness = 1;
+    let folder = tempfile::tempdir().unwrap();
+    let mut before = trainer(digest, config.clone());
+    before.step().unwrap();
+    before.step().unwrap();
+    let groups = before.state().unfinished_groups.clone();
+    let begun: Vec<(CompletionSeed, Vec<u32>)> = groups
+        .iter()
+        .flat_map(|group| &group.completions)
+        .filter_map(|completion| match &completion.state {
+            CompletionState::Begun(begun) => Some((completion.seed, begun.tokens.clone())),
+            _ => None,
+        })
+        .collect();
+    assert!(!begun.is_empty());
+    before
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    drop(before);
+    let generator = Arc::new(Versions {
+        first_version: 2,
+        ..Versions::default()
+    });
+    let mut after = trainer_of(TrainerParts {
+        generator: Some(Arc::<Versions>::clone(&generator)),
+        ..parts(digest, config)
+    });
+    after.load_state(folder.path()).unwrap();
+    assert_eq!(after.state().unfinished_groups, groups);
+    after.step().unwrap();
+    after.step().unwrap();
+    drop(after);
+    let ended = generator.ended.lock().unwrap();
+    for (seed, tokens) in begun {
+        let completion = ended.iter().find(|(other, ..)| *other == seed);
+        let (_, _, completion) = completion.unwrap();
+        assert_eq!(completion.tokens[..tokens.len()], tokens);
+        assert!(
+            completion.weight_versions[tokens.len()..]
+                .iter()
+                .all(|&version| version >= 2)
+        );
+    }
+}
+
+#[rstest]
+#[case::whole(false)]
+#[case::partial(true)]
+fn weights_arrive_while_completions_are_in_flight(#[case] partial: bool) {
+    let mut config = config();
+    config.rollout.partial = partial;
+    (
+        config.rollout.max_staleness,
+        config.rollout.in_flight_updates,
+    ) = (1, true);
+    let generator = Arc::new(Versions {
+        waiting_stream: Some(2),
+        ..Versions::default()
+    });
+    let metrics = run(&config, &generator, 3);
+    let mixed = count_mixed(&generator);
+    assert!(mixed > 5, "{mixed}");
+    let second = &metrics[1].policy;
+    assert_eq!(second["staleness_max"], 1.);
+    assert!(second["staleness_mean"] > 0. && second["staleness_mean"] < 0.9);
+    let ended = generator.ended.lock().unwrap();
+    let second = ended.iter().filter(|(seed, ..)| seed.stream == 2);
+    for (_, _, completion) in second {
+        let versions = completion.weight_versions.iter();
+        let expected = versions.clone().enumerate();
+        let expected = expected.map(|(at, version)| if at < 3 { 0 } else { *version.max(&1) });
+        assert!(versions.copied().eq(expected), "{completion:?}");
+    }
+}
+
+/// Updates that change nothing change no completion.
+#[test]
+fn updates_in_flight_leave_the_completions_of_fixed_weights_as_they_are() {
+    let mut config = config();
+    config.optimizer.learning_rate = 0.;
+    config.rollout.partial = false;
+    config.rollout.max_staleness = 1;
+    let completions = |config: &TrainConfig, waiting_stream: Option<u64>| {
+        let generator = Arc::new(Versions {
+            waiting_stream,
+            ..Versions::default()
+        });
+        run(config, &generator, 4);
+        let ended = generator.ended.lock().unwrap();
+        let trained = ended.iter().filter(|(seed, ..)| seed.stream <= 4);
+        let named: BTreeMap<_, _> = trained
+            .map(|(seed, _, completion)| {
+                let name = (seed.stream, seed.prompt, seed.sample);
+                let log_probs = completion.drawn_log_probs.iter().map(|x| x.to_bits());
+                (
+                    name,
+                    (completion.tokens.clone(), log_probs.collect::<Vec<_>>()),
+                )
+            })
+            .collect();
+        named
+    };
+    let expected = completions(&config, None);
+    assert_eq!(expected.len(), 4 * 3 * 4);
+    config.rollout.in_flight_updates = true;
+    assert_eq!(completions(&config, Some(2)), expected);
 }
 
 /// With fixed weights, a completion has the bits of one that was sampled within its step. It may
@@ -589,7 +747,7 @@ fn groups_are_continued_in_a_bounded_number_of_steps() {
 }
 
 #[rstest]
-#[case(|c: &mut TrainConfig| c.rollout.max_staleness = 1, "rollout.partial: true, must be false with max_staleness above 0")]
+#[case(|c: &mut TrainConfig| c.rollout.in_flight_updates = true, "rollout.in_flight_updates: true, must be false with max_staleness 0, which updates no weights while it samples")]
 #[case(|c: &mut TrainConfig| c.rollout.max_continuations = 0, "rollout.max_continuations: 0, must be at least 1")]
 #[case(|c: &mut TrainConfig| c.rollout.prompts_in_flight = Some(2), "rollout.prompts_in_flight: 2, must be from prompts_per_step, 3, to twice as many")]
 #[case(|c: &mut TrainConfig| c.rollout.prompts_in_flight = Some(7), "rollout.prompts_in_flight: 7, must be from prompts_per_step, 3, to twice as many")]

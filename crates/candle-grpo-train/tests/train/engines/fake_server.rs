@@ -41,6 +41,8 @@ impl Fault {
     }
 }
 
+type WaitsAfter = Box<dyn Fn(&Draw) -> Option<usize> + Send>;
+
 type Faults = Box<dyn FnMut(&Request) -> Option<Fault> + Send>;
 
 /// Server state.
@@ -66,7 +68,7 @@ pub(crate) struct Engine {
     /// The key that requests need.
     pub(crate) api_key: Option<String>,
     /// Returns the number of tokens after which a request waits for an abort, if it has more.
-    pub(crate) waits_after: fn(&Draw) -> Option<usize>,
+    pub(crate) waits_after: WaitsAfter,
     /// Number of times that a client has aborted all requests.
     pub(crate) aborts: usize,
 }
@@ -81,7 +83,7 @@ impl FakeServer {
                 broken: false,
                 dead: false,
                 api_key: None,
-                waits_after: |_| None,
+                waits_after: Box::new(|_| None),
                 aborts: 0,
             }),
             resumed: Condvar::new(),

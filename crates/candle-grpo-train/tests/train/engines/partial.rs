@@ -15,12 +15,14 @@ use candle_grpo_train::rollout::{
     RolloutConfig, WeightSync,
 };
 use candle_grpo_train::{
-    Completion, FinishReason, Generator, Interrupted, Progress, SamplingConfig, TrainerParts,
+    Completion, FinishReason, Generator, Interrupted, Progress, SamplingConfig, StepMetrics,
+    TrainerParts,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::Fault;
+use super::served_policy::Draw;
 use super::{Policy, Setup};
 use crate::common::{self, digest, model, prompts, sampling, tokenizer};
 
@@ -101,7 +103,7 @@ fn interrupted<const TOKENS: usize>(
     progress: &dyn Progress,
 ) -> Result<(Places, Places)> {
     for server in &setup.servers {
-        server.engine().waits_after = |draw| (draw.prompt.len() == 1).then_some(TOKENS);
+        server.engine().waits_after = Box::new(|draw| (draw.prompt.len() == 1).then_some(TOKENS));
     }
     call(client, &sampling(), &Places::new(), 4, progress)
 }
@@ -290,7 +292,7 @@ fn completions_that_have_not_started_send_no_request() {
         );
         None
     });
-    setup.servers[0].engine().waits_after = |draw| (draw.prompt.len() == 1).then_some(2);
+    setup.servers[0].engine().waits_after = Box::new(|draw| (draw.prompt.len() == 1).then_some(2));
     let (ended, begun) = call(&client, &sampling(), &Places::new(), 2, &NoProgress).unwrap();
     assert!(ended.keys().eq(&[0, 1]), "{ended:?}");
     assert!(begun.keys().all(|place| *place == 2), "{begun:?}");
@@ -321,7 +323,7 @@ fn a_stop_string_may_begin_in_an_earlier_call(#[case] interrupted: Option<usize>
         None => 6,
         Some(_) => {
             setup.servers[0].engine().waits_after =
-                |draw| (draw.prompt.len() == 2 && draw.prompt[0] == 4).then_some(1);
+                Box::new(|draw| (draw.prompt.len() == 2 && draw.prompt[0] == 4).then_some(1));
             4
         }
     };
@@ -336,12 +338,19 @@ fn a_stop_string_may_begin_in_an_earlier_call(#[case] interrupted: Option<usize>
 /// Remembers the weights of all versions, and the completions with their prompts.
 struct Recorded {
     servers: ServerGenerator,
+    /// The stream whose requests wait until new weights arrive.
+    waiting_stream: Option<u64>,
+    /// Whether requests wait.
+    waits: Arc<AtomicBool>,
     policies: Mutex<BTreeMap<u64, Policy>>,
     ended: Mutex<Vec<(Vec<u32>, Completion)>>,
 }
 
 impl Generator for Recorded {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let waits = self.waiting_stream == Some(batch.prompts[0].seeds[0].stream);
+        let is_first = !self.policies.lock().unwrap().contains_key(&1);
+        self.waits.store(waits && is_first, Ordering::Release);
         let requests = batch.prompts.iter();
         let prompts: Vec<&[u32]> = requests
             .flat_map(|request| request.seeds.iter().map(|_| request.tokens))
@@ -365,25 +374,36 @@ impl Generator for Recorded {
             .lock()
             .unwrap()
             .insert(weights.version, policy);
+        // Probes do not wait.
+        self.waits.store(false, Ordering::Release);
         self.servers.weights_changed(weights, progress)
     }
 }
 
-#[rstest]
-#[case(Engine::Vllm)]
-#[case(Engine::Sglang)]
-fn a_run_continues_the_completions_of_earlier_steps(#[case] engine: Engine) {
+/// Trains four steps, and checks the tokens. Requests wait after two tokens where `waits` is true.
+/// Returns the number of completions whose tokens have several versions.
+fn train(
+    engine: Engine,
+    change: fn(&mut RolloutConfig),
+    waiting_stream: Option<u64>,
+    waits: fn(&Draw, bool) -> bool,
+) -> (usize, Vec<StepMetrics>) {
     let mut config = common::config();
     config.optimizer.learning_rate = 1e-2;
-    config.rollout.partial = true;
+    change(&mut config.rollout);
     config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
         weight: Some(ImportanceWeight::truncated(2.)),
         ..RolloutCorrection::default()
     });
     let setup = Setup::new(engine, WeightSync::Disk, 2);
+    let waiting = Arc::new(AtomicBool::new(false));
     for server in &setup.servers {
-        // At most three of the six groups in flight have a prompt of one token.
-        server.engine().waits_after = |draw| (draw.prompt.len() == 1).then_some(2);
+        let waiting = Arc::clone(&waiting);
+        let waits_after = move |draw: &Draw| {
+            let waits = waits(draw, waiting.load(Ordering::Acquire));
+            waits.then_some(2)
+        };
+        server.engine().waits_after = Box::new(waits_after);
     }
     // Requests that wait take no place from others.
     let client = RolloutConfig {
@@ -392,6 +412,8 @@ fn a_run_continues_the_completions_of_earlier_steps(#[case] engine: Engine) {
     };
     let recorded = Arc::new(Recorded {
         servers: setup.client(&client, &config.sampling),
+        waiting_stream,
+        waits: waiting,
         policies: Mutex::default(),
         ended: Mutex::default(),
     });
@@ -400,11 +422,8 @@ fn a_run_continues_the_completions_of_earlier_steps(#[case] engine: Engine) {
         generator: Some(generator),
         ..common::parts(digest, config)
     });
-    for _ in 0..4 {
-        let metrics = trainer.step().unwrap();
-        assert!(!metrics.skipped);
-        assert_eq!(metrics.policy["unfinished_groups"], 3.);
-    }
+    let metrics: Vec<StepMetrics> = (0..4).map(|_| trainer.step().unwrap()).collect();
+    drop(trainer);
     let policies = recorded.policies.lock().unwrap();
     assert!(policies.keys().eq(&[0, 1, 2, 3]));
     let ended = recorded.ended.lock().unwrap();
@@ -414,5 +433,34 @@ fn a_run_continues_the_completions_of_earlier_steps(#[case] engine: Engine) {
         mixed += usize::from(versions.first() != versions.last());
         assert_drawn(prompt, completion, &policies);
     }
-    assert!(mixed > 2, "{mixed} of {}", ended.len());
+    (mixed, metrics)
+}
+
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+fn a_run_continues_the_completions_of_earlier_steps(#[case] engine: Engine) {
+    let partial = |config: &mut RolloutConfig| config.partial = true;
+    // At most three of the six groups in flight have a prompt of one token.
+    let (mixed, metrics) = train(engine, partial, None, |draw, _| draw.prompt.len() == 1);
+    assert!(mixed > 2, "{mixed}");
+    for metrics in metrics {
+        assert!(!metrics.skipped);
+        assert_eq!(metrics.policy["unfinished_groups"], 3.);
+    }
+}
+
+/// The weights after the first step arrive while the second one is sampled.
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+fn weights_arrive_while_completions_are_in_flight(#[case] engine: Engine) {
+    let in_flight = |config: &mut RolloutConfig| {
+        (config.max_staleness, config.in_flight_updates) = (1, true);
+    };
+    let (mixed, metrics) = train(engine, in_flight, Some(2), |_, waits| waits);
+    assert!(mixed > 6, "{mixed}");
+    assert_eq!(metrics[1].policy["staleness_max"], 1.);
+    let mean = metrics[1].policy["staleness_mean"];
+    assert!(mean > 0. && mean < 0.9, "{mean}");
 }
