@@ -17,19 +17,23 @@ fn start() -> Server {
     Server::start("vllm", &model())
 }
 
-/// Starts a ten-step run, with the server and `more` keys.
-fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
-    let rollout = json!({
+/// The settings of a run with the server.
+fn rollout(server: &Server) -> Value {
+    json!({
         "engine": "vllm",
         "base_url": server.url(),
         // The server starts for minutes on two cores.
         "server_timeout": 1800,
         "log_prob_tolerance": 1e-4,
-    });
+    })
+}
+
+/// Starts a ten-step run, with the server and `more` keys.
+fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
     let keys = [
         ("/max_steps", json!(10)),
         ("/evaluation/every_steps", json!(10)),
-        ("/rollout", rollout),
+        ("/rollout", rollout(server)),
     ];
     write_config(folder, &[&keys, more].concat());
     let mut command = command(folder, &["train", "run.json"]);
@@ -79,6 +83,64 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     assert!(run.wait().unwrap().success());
     assert_learned(folder.path());
     drop(server);
+}
+
+/// Steps end before their last completions do, and updates arrive while they are sampled.
+#[test]
+#[ignore = "needs vLLM: make test-vllm"]
+fn completions_of_vllm_continue_with_new_weights() {
+    let server = start();
+    let mut rollout = rollout(&server);
+    rollout["max_staleness"] = json!(1);
+    rollout["in_flight_updates"] = json!(true);
+    rollout["partial"] = json!(true);
+    let recipe = json!({
+        "group_filter": {},
+        "policy_loss": {"rollout_correction": {"weight": {"max": 2.}}},
+    });
+    let keys = |steps: usize, learning_rate: f64| {
+        [
+            ("/max_steps", json!(steps)),
+            ("/evaluation/every_steps", json!(steps)),
+            ("/rollout", rollout.clone()),
+            ("/recipe", recipe.clone()),
+            ("/old_log_probs", json!("recompute")),
+            ("/optimizer/learning_rate", json!(learning_rate)),
+        ]
+    };
+    // With fixed weights, the server's log-probs are the policy's, wherever a request has ended.
+    let folder = tempfile::tempdir().unwrap();
+    write_config(folder.path(), &keys(4, 0.));
+    let mut run = command(folder.path(), &["train", "run.json"]);
+    assert!(run.status().unwrap().success());
+    for step in lines(&folder.path().join("run/metrics.jsonl")) {
+        let number = |name: &str| step[name].as_f64().unwrap();
+        println!(
+            "{} unfinished, k3 {}",
+            number("unfinished_groups"),
+            number("rollout_kl_k3")
+        );
+        assert!(number("unfinished_groups") > 0.);
+        assert!(number("rollout_kl_k3") < 1e-6);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run = train(folder.path(), &server, &keys(10, 1e-5)[2..5]);
+    assert!(run.wait_with_output().unwrap().status.success());
+    assert_learned(folder.path());
+    let metrics = lines(&folder.path().join("run/metrics.jsonl"));
+    let staleness = metrics.iter().map(|step| {
+        let number = |name: &str| step[name].as_f64().unwrap();
+        (number("staleness_mean"), number("staleness_max"))
+    });
+    let staleness: Vec<(f64, f64)> = staleness.collect();
+    println!("staleness: {staleness:?}");
+    // Within the bound, and with several versions in a step.
+    assert!(staleness.iter().all(|(_, max)| *max <= 5.));
+    assert!(
+        staleness
+            .iter()
+            .any(|(mean, max)| *mean < *max && *max >= 1.)
+    );
 }
 
 /// The teacher has the policy's initial weights, so their log-probs agree in the first step.
