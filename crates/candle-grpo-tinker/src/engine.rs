@@ -162,8 +162,10 @@ impl Engine {
                 let (own, found) = (actor.adapters(), loaded.adapters());
                 ensure!(
                     own.map(Lora::config) == found.map(Lora::config),
-                    "path: {path}, must have the adapters of the model (rank {})",
-                    record.rank
+                    "path: {path}, must have the adapters of the model (rank {}, train_attn: {}, train_mlp: {})",
+                    record.rank,
+                    record.train_attn,
+                    record.train_mlp
                 );
                 *actor = loaded;
                 Ok(Outcome::Loaded { path: path.clone() })

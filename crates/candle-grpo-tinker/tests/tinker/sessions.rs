@@ -382,7 +382,7 @@ fn weights_with_other_adapters_are_not_loaded_into_a_model() {
     };
     let failed = load(2, &path);
     let words = format!(
-        "path: {}, must have the adapters of the model (rank 4)",
+        "path: {}, must have the adapters of the model (rank 4, train_attn: true, train_mlp: true)",
         path.as_str().unwrap()
     );
     assert_eq!(failed["error"], words, "{failed}");
