@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
-use candle_grpo_base::server::Refusal;
+use candle_grpo_base::server::{Refusal, random_id};
 use tokio::sync::watch;
 
 use crate::sampling::SampleWork;
@@ -17,13 +17,6 @@ const KEPT_RESULTS: usize = 64;
 /// A sampling session, or the queue for requests without one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct SamplerId(pub(crate) String);
-
-impl SamplerId {
-    /// Returns the queue for requests without a sampling session.
-    pub(crate) fn direct() -> Self {
-        Self("direct".to_owned())
-    }
-}
 
 /// A queue with work.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -166,6 +159,9 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Queues {
     store: Store,
+    /// The queue for requests without a sampling session. Another server has another one, so that
+    /// its requests have other ids.
+    direct: SamplerId,
     max_waiting: usize,
     state: Mutex<State>,
     /// Held while a model or a sampling session is created, so that its number has one file.
@@ -216,8 +212,9 @@ impl Queues {
     /// Reads the sessions in `store`.
     pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
         let mut state = State::default();
-        let direct = Sampler::new(SamplerRecord { model_path: None });
-        state.samplers.insert(SamplerId::direct(), direct);
+        let direct = SamplerId(format!("direct:{}", random_id()));
+        let sampler = Sampler::new(SamplerRecord { model_path: None });
+        state.samplers.insert(direct.clone(), sampler);
         for session in store.sessions()? {
             let finished = store.is_finished(&session);
             state.sessions.insert(session.clone(), finished);
@@ -240,6 +237,7 @@ impl Queues {
         }
         Ok(Self {
             store,
+            direct,
             max_waiting,
             state: Mutex::new(state),
             creation: Mutex::new(()),
@@ -250,6 +248,11 @@ impl Queues {
 
     pub(crate) fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// Returns the queue for requests without a sampling session.
+    pub(crate) fn direct(&self) -> &SamplerId {
+        &self.direct
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -407,7 +410,7 @@ impl Queues {
     /// Returns a sampling session's record.
     pub(crate) fn sampler(&self, id: &SamplerId) -> Result<SamplerRecord, Refusal> {
         let state = self.state();
-        let sampler = state.samplers.get(id);
+        let sampler = state.samplers.get(id).filter(|_| *id != self.direct);
         let record = sampler.map(|sampler| sampler.record.clone());
         record.ok_or_else(|| unknown("sampling_session_id", &id.0))
     }

@@ -399,7 +399,8 @@ impl Service {
             // Clients share this queue, so their numbers are not unique.
             None => {
                 let (base, path) = (request.base_model.as_deref(), request.model_path.as_deref());
-                (SamplerId::direct(), self.sampler_record(base, path)?, None)
+                let weights = self.sampler_record(base, path)?;
+                (queues.direct().clone(), weights, None)
             }
         };
         let work = self.sample_work(weights, &request)?;

@@ -211,6 +211,23 @@ fn samples_must_be_sent_again() {
     assert_eq!(server.call("asample", &request), expected);
 }
 
+/// A client that asks for its samples does not get those of another client.
+#[test]
+fn samples_without_a_sampling_session_have_other_ids_after_a_restart() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let body = json!({
+        "base_model": MODEL, "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 4},
+    });
+    let first = server.post("asample", &body);
+    server.result(&first);
+    drop(server);
+    let server = Running::start(folder.path());
+    server.call("asample", &body);
+    assert_eq!(server.try_result(&first).status, 410);
+}
+
 #[test]
 fn unknown_requests_are_refused() {
     let folder = tempdir().unwrap();

@@ -297,6 +297,20 @@ fn requests_without_a_sampling_session_have_numbers_of_their_own() {
     assert_eq!(samples, [1, 2]);
 }
 
+/// Only requests without one are in their queue.
+#[test]
+fn the_queue_for_requests_without_a_sampling_session_is_none() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let promise = server.post("asample", &direct(&Value::Null));
+    let id = promise["request_id"].as_str().unwrap();
+    let queue = id.rsplit_once('#').unwrap().0;
+    let body = request(&json!(queue), u64::MAX, json!({"max_tokens": 1}));
+    let refused = server.try_post("asample", &body);
+    let words = format!("sampling_session_id: {queue}, must be one that this server returned");
+    assert_eq!((refused.status, refused.detail()), (404, words));
+}
+
 #[test]
 fn weights_that_were_saved_again_are_sampled_from() {
     let folder = tempdir().unwrap();
