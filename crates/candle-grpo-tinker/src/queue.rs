@@ -71,13 +71,19 @@ impl RequestId {
     }
 }
 
+/// A training request without a result.
+#[derive(Debug)]
+struct Waiting {
+    digest: Digest,
+    /// True once it is in the folder.
+    is_stored: bool,
+}
+
 #[derive(Debug)]
 struct Model {
     record: ModelRecord,
-    /// Digests for requests without a result.
-    waiting: BTreeMap<u64, Digest>,
-    /// Requests among `waiting` that are in the folder.
-    stored: BTreeSet<u64>,
+    /// Requests without a result.
+    waiting: BTreeMap<u64, Waiting>,
     /// Sequence number of the next request to execute.
     next: u64,
     /// Results in the folder.
@@ -104,16 +110,42 @@ struct Sampler {
 impl Model {
     /// Creates a queue with what is in the folder.
     fn new(record: ModelRecord, found: Found) -> Self {
-        let waiting = found.requests.range(found.next..);
-        let waiting: BTreeMap<u64, Digest> = waiting.map(|(k, v)| (*k, *v)).collect();
+        let waiting = found.requests.range(found.next..).map(|(&seq, &digest)| {
+            let is_stored = true;
+            (seq, Waiting { digest, is_stored })
+        });
         Self {
             record,
-            stored: waiting.keys().copied().collect(),
-            waiting,
+            waiting: waiting.collect(),
             next: found.next,
             done: found.results.into_iter().collect(),
             retrieved: VecDeque::new(),
         }
+    }
+
+    /// Returns whether the next request can be executed.
+    fn is_ready(&self) -> bool {
+        let next = self.waiting.get(&self.next);
+        next.is_some_and(|waiting| waiting.is_stored)
+    }
+
+    /// Notes that a result was retrieved. Returns one that need not be kept any longer.
+    fn retrieve(&mut self, seq: u64) -> Option<u64> {
+        if self.done.contains(&seq) && !self.retrieved.contains(&seq) {
+            self.retrieved.push_back(seq);
+        }
+        if self.retrieved.len() <= KEPT_RESULTS {
+            return None;
+        }
+        // The last result says where a server that starts again continues.
+        let old = self
+            .retrieved
+            .pop_front()
+            .filter(|old| old + 1 != self.next);
+        if let Some(old) = &old {
+            self.done.remove(old);
+        }
+        old
     }
 }
 
@@ -225,7 +257,7 @@ impl Queues {
             }
             for id in store.models(&session)? {
                 let model = Model::new(store.model_record(&id)?, store.recover(&id)?);
-                if model.waiting.contains_key(&model.next) {
+                if model.is_ready() {
                     state.turns.push_back(Queue::Model(id.clone()));
                 }
                 state.models.insert(id, model);
@@ -344,19 +376,25 @@ impl Queues {
                 .map_or(0, |last| last.saturating_add(1));
             let seq = seq.unwrap_or_else(|| model.next.max(last).max(1));
             if let Some(first) = model.waiting.get(&seq) {
-                return repeated(id, seq, *first == digest);
+                return repeated(id, seq, first.digest == digest);
             }
-            if seq < model.next {
+            let next = model.next;
+            if seq < next {
                 drop(state);
                 let first = self.store.read_result(id, seq).map_err(internal)?;
-                return repeated(id, seq, first.is_none_or(|first| first.digest == digest));
+                let first = first.ok_or_else(|| {
+                    let must = format!("be at least {next}: this request's result was dropped");
+                    Refusal::invalid("seq_id", seq, &must)
+                })?;
+                return repeated(id, seq, first.digest == digest);
             }
             // The others wait for the next one.
-            if seq != model.next && model.waiting.len() >= self.max_waiting {
+            if seq != next && model.waiting.len() >= self.max_waiting {
                 return Err(too_many(self.max_waiting));
             }
             // Reserved, so that a repetition does not write it again.
-            model.waiting.insert(seq, digest);
+            let is_stored = false;
+            model.waiting.insert(seq, Waiting { digest, is_stored });
             seq
         };
         if let Err(error) = self.store.add_request(id, seq, &request) {
@@ -371,7 +409,9 @@ impl Queues {
             self.store.remove_request(id, seq).map_err(internal)?;
             return Err(unknown("model_id", &id.to_string()));
         };
-        model.stored.insert(seq);
+        if let Some(waiting) = model.waiting.get_mut(&seq) {
+            waiting.is_stored = true;
+        }
         if seq == model.next {
             state.add_turn(Queue::Model(id.clone()));
             self.has_work.notify_one();
@@ -510,10 +550,9 @@ impl Queues {
         let mut state = self.state();
         if let Some(model) = state.models.get_mut(id) {
             model.waiting.remove(&seq);
-            model.stored.remove(&seq);
             model.done.insert(seq);
             model.next = seq + 1;
-            if model.stored.contains(&model.next) {
+            if model.is_ready() {
                 state.add_turn(Queue::Model(id.clone()));
             }
         }
@@ -585,43 +624,30 @@ impl Queues {
     /// Returns a request's result. `None` if the server has none, or no longer: the client must
     /// send the request again.
     pub(crate) fn retrieve(&self, id: &RequestId) -> Result<Option<Arc<Outcome>>, Refusal> {
-        let mut state = self.state();
         match id {
             RequestId::Train(id, seq) => {
-                let model = state.models.get_mut(id);
-                let Some(model) = model.filter(|model| model.done.contains(seq)) else {
+                let is_done = |model: &Model| model.done.contains(seq);
+                if !self.state().models.get(id).is_some_and(is_done) {
                     return Ok(None);
-                };
-                let old = retrieve(&mut model.retrieved, *seq);
-                // The last result says where a server that starts again continues.
-                let old = old.filter(|old| old + 1 != model.next);
-                if let Some(old) = old {
-                    model.done.remove(&old);
                 }
-                drop(state);
+                // Read first: once it is noted, others that are retrieved may remove it.
+                let answered = self.store.read_result(id, *seq).map_err(internal)?;
+                let old = {
+                    let mut state = self.state();
+                    let model = state.models.get_mut(id);
+                    model.and_then(|model| model.retrieve(*seq))
+                };
                 if let Some(old) = old {
                     self.store.remove_result(id, old).map_err(internal)?;
                 }
-                let answered = self.store.read_result(id, *seq).map_err(internal)?;
                 Ok(answered.map(|answered| Arc::new(answered.outcome)))
             }
             RequestId::Sample(id, seq) => {
+                let mut state = self.state();
                 let sampler = state.samplers.get_mut(id);
                 Ok(sampler.and_then(|sampler| sampler.retrieve(*seq)))
             }
         }
-    }
-}
-
-/// Notes that a result was retrieved. Returns one that need not be kept any longer.
-fn retrieve(retrieved: &mut VecDeque<u64>, seq: u64) -> Option<u64> {
-    if !retrieved.contains(&seq) {
-        retrieved.push_back(seq);
-    }
-    if retrieved.len() > KEPT_RESULTS {
-        retrieved.pop_front()
-    } else {
-        None
     }
 }
 
@@ -651,10 +677,7 @@ impl State {
             Queue::Model(id) => {
                 let model = self.models.get(&id)?;
                 let next = model.next;
-                model
-                    .stored
-                    .contains(&next)
-                    .then_some(Turn::Train(id, next))
+                model.is_ready().then_some(Turn::Train(id, next))
             }
             Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
@@ -685,8 +708,21 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
+    use tempfile::TempDir;
+
     use super::*;
     use crate::store::Start;
+
+    /// Returns queues with a session.
+    fn queues(max_waiting: usize) -> (TempDir, Queues, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), max_waiting).unwrap();
+        let session = "0".repeat(32);
+        queues.add_session(session.clone());
+        (folder, queues, session)
+    }
 
     fn record() -> ModelRecord {
         ModelRecord {
@@ -697,54 +733,129 @@ mod tests {
         }
     }
 
+    fn model(session: &str, number: u64) -> ModelId {
+        ModelId {
+            session: session.to_owned(),
+            number,
+        }
+    }
+
+    fn work(text: &str) -> Work {
+        Work::Refused(text.to_owned())
+    }
+
+    /// Executes the next request of a model, and returns it.
+    fn train(queues: &Queues) -> (u64, u64) {
+        let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
+            panic!("no training request");
+        };
+        let request = StoredRequest::new(&work("")).unwrap();
+        let answered = Answered {
+            digest: request.digest(),
+            outcome: Outcome::Refused(seq.to_string()),
+        };
+        queues.finish_training(&id, seq, &answered).unwrap();
+        (id.number, seq)
+    }
+
+    /// Returns a result's text.
+    fn text(queues: &Queues, id: &RequestId) -> Option<String> {
+        assert!(!queues.is_pending(id).unwrap());
+        let outcome = queues.retrieve(id).unwrap()?;
+        let (Outcome::Refused(text) | Outcome::Failed(text)) = &*outcome else {
+            panic!("{outcome:?}");
+        };
+        Some(text.clone())
+    }
+
     #[test]
     fn models_take_turns() {
-        let folder = tempfile::tempdir().unwrap();
-        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
-        let session = "0".repeat(32);
-        queues.add_session(session.clone());
-        let ids = [0, 1].map(|number| ModelId {
-            session: session.clone(),
-            number,
-        });
-        for id in &ids {
-            queues.add_model(id, record()).unwrap();
+        let (_folder, queues, session) = queues(9);
+        for number in 0..2 {
+            let id = model(&session, number);
+            queues.add_model(&id, record()).unwrap();
             for seq in 0..2 {
-                let work = Work::Refused(String::new());
-                queues.promise(id, Some(seq), &work).unwrap();
+                queues.promise(&id, Some(seq), &work("")).unwrap();
             }
         }
-        let mut found = Vec::new();
-        for _ in 0..4 {
-            let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
-                panic!("no training request");
-            };
-            let answered = Answered {
-                digest: Digest::default(),
-                outcome: Outcome::Refused(String::new()),
-            };
-            queues.finish_training(&id, seq, &answered).unwrap();
-            found.push((id.number, seq));
-        }
+        let found = [(); 4].map(|()| train(&queues));
         assert_eq!(found, [(0, 0), (1, 0), (0, 1), (1, 1)]);
     }
 
     /// A call that found its session may end after another one has finished it.
     #[test]
     fn a_finished_session_gets_nothing_new() {
-        let folder = tempfile::tempdir().unwrap();
-        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
-        let session = "0".repeat(32);
-        queues.add_session(session.clone());
+        let (_folder, queues, session) = queues(9);
         queues.finish(&session).unwrap();
-        let id = ModelId {
-            session: session.clone(),
-            number: 0,
-        };
-        let refused = queues.add_model(&id, record()).unwrap_err();
+        let refused = queues.add_model(&model(&session, 0), record()).unwrap_err();
         assert_eq!(refused.status, 410);
         let sampler = SamplerRecord { model_path: None };
         let refused = queues.add_sampler(&session, 0, sampler).unwrap_err();
         assert_eq!(refused.status, 410);
+    }
+
+    #[test]
+    fn another_request_cannot_take_the_number_of_one_that_waits() {
+        let (_folder, queues, session) = queues(9);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let first = queues.promise(&id, Some(0), &work("")).unwrap();
+        assert_eq!(queues.promise(&id, Some(0), &work("")).unwrap(), first);
+        let refused = queues.promise(&id, Some(0), &work("other")).unwrap_err();
+        let words =
+            "seq_id: 0, must be the number of one request: another one of this model has it";
+        assert_eq!((refused.status, refused.message.as_str()), (400, words));
+    }
+
+    /// Another promise would have no result.
+    #[test]
+    fn a_request_whose_result_was_dropped_is_refused() {
+        let (_folder, queues, session) = queues(99);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let promises: Vec<RequestId> = (0..=KEPT_RESULTS as u64)
+            .map(|seq| {
+                let promise = queues.promise(&id, Some(seq), &work("")).unwrap();
+                train(&queues);
+                promise
+            })
+            .collect();
+        for (seq, promise) in promises.iter().enumerate() {
+            assert_eq!(text(&queues, promise), Some(seq.to_string()));
+        }
+        assert_eq!(text(&queues, &promises[0]), None);
+        let refused = queues.promise(&id, Some(0), &work("")).unwrap_err();
+        let words = "seq_id: 0, must be at least 65: this request's result was dropped";
+        assert_eq!((refused.status, refused.message.as_str()), (400, words));
+        assert_eq!(
+            queues.promise(&id, Some(1), &work("")).unwrap(),
+            promises[1]
+        );
+    }
+
+    /// Retrieved results make room for later ones only after they were read.
+    #[test]
+    fn results_that_are_retrieved_at_the_same_time_are_all_found() {
+        let (_folder, queues, session) = queues(999);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let promises: Vec<RequestId> = (0..512)
+            .map(|seq| {
+                let promise = queues.promise(&id, Some(seq), &work("")).unwrap();
+                train(&queues);
+                promise
+            })
+            .collect();
+        let (queues, barrier) = (&queues, &std::sync::Barrier::new(128));
+        thread::scope(|scope| {
+            for promises in promises.chunks(4) {
+                scope.spawn(move || {
+                    barrier.wait();
+                    for promise in promises {
+                        assert!(queues.retrieve(promise).unwrap().is_some(), "{promise}");
+                    }
+                });
+            }
+        });
     }
 }
