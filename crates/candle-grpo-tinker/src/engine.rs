@@ -264,10 +264,10 @@ impl Engine {
     }
 
     fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
-        let Some((_, first)) = turn.requests.first() else {
+        let Some(first) = turn.requests.first() else {
             return Ok(());
         };
-        let record = &first.weights;
+        let record = &first.work.weights;
         let found = self.snapshots.iter().position(|(other, _)| other == record);
         match found {
             Some(place) => {

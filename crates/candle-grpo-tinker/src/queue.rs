@@ -35,10 +35,19 @@ pub(crate) enum Turn {
     Finish(ModelId),
 }
 
-/// Requests from the same weights with one distribution, by their numbers in a queue.
+/// Requests from the same weights with one distribution.
 pub(crate) struct SampleTurn {
     pub(crate) sampler: SamplerId,
-    pub(crate) requests: Vec<(u64, SampleWork)>,
+    pub(crate) requests: Vec<SampleRequest>,
+}
+
+/// A request for samples.
+#[derive(Debug)]
+pub(crate) struct SampleRequest {
+    seq: u64,
+    /// Distinguishes it from a canceled request with the same number, which may still run.
+    ticket: u64,
+    pub(crate) work: SampleWork,
 }
 
 /// A promised request.
@@ -96,15 +105,17 @@ struct Model {
 struct Sampler {
     record: SamplerRecord,
     /// Requests that have not started.
-    waiting: VecDeque<(u64, SampleWork)>,
-    /// Requests without a result, started or not.
-    pending: BTreeSet<u64>,
-    /// Results that were not retrieved.
-    done: BTreeMap<u64, Arc<Outcome>>,
+    waiting: VecDeque<SampleRequest>,
+    /// Tickets for requests without a result, started or not.
+    pending: BTreeMap<u64, u64>,
+    /// Results that were not retrieved, the oldest first.
+    done: VecDeque<(u64, Arc<Outcome>)>,
     /// Retrieved results, the oldest first.
     retrieved: VecDeque<(u64, Arc<Outcome>)>,
     /// Sequence number for a request without one.
     next: u64,
+    /// The next request's ticket.
+    next_ticket: u64,
 }
 
 impl Model {
@@ -154,17 +165,23 @@ impl Sampler {
         Self {
             record,
             waiting: VecDeque::new(),
-            pending: BTreeSet::new(),
-            done: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            done: VecDeque::new(),
             retrieved: VecDeque::new(),
             next: 0,
+            next_ticket: 0,
         }
+    }
+
+    /// Returns whether a request has neither a result nor was canceled.
+    fn is_pending(&self, request: &SampleRequest) -> bool {
+        self.pending.get(&request.seq) == Some(&request.ticket)
     }
 
     /// Returns a result, and notes that it was retrieved.
     fn retrieve(&mut self, seq: u64) -> Option<Arc<Outcome>> {
-        if let Some(outcome) = self.done.remove(&seq) {
-            self.retrieved.push_back((seq, outcome));
+        if let Some(at) = self.done.iter().position(|(done, _)| *done == seq) {
+            self.retrieved.extend(self.done.remove(at));
             if self.retrieved.len() > KEPT_RESULTS {
                 self.retrieved.pop_front();
             }
@@ -468,17 +485,21 @@ impl Queues {
         let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
         let seq = seq.unwrap_or(sampler.next);
         let request = RequestId::Sample(id.clone(), seq);
-        let is_retrieved = sampler.retrieved.iter().any(|(done, _)| *done == seq);
-        let is_done = is_retrieved || sampler.done.contains_key(&seq);
-        if is_done || sampler.pending.contains(&seq) {
+        let mut done = sampler.retrieved.iter().chain(&sampler.done);
+        if sampler.pending.contains_key(&seq) || done.any(|(done, _)| *done == seq) {
             return Ok(request);
         }
         if sampler.pending.len() >= self.max_waiting {
             return Err(too_many(self.max_waiting));
         }
         sampler.next = sampler.next.max(seq.saturating_add(1));
-        sampler.pending.insert(seq);
-        sampler.waiting.push_back((seq, work(&request)));
+        let ticket = sampler.next_ticket;
+        sampler.next_ticket += 1;
+        sampler.pending.insert(seq, ticket);
+        let work = work(&request);
+        sampler
+            .waiting
+            .push_back(SampleRequest { seq, ticket, work });
         state.add_turn(Queue::Sampler(id.clone()));
         self.has_work.notify_one();
         Ok(request)
@@ -490,9 +511,9 @@ impl Queues {
             return;
         };
         if let Some(sampler) = self.state().samplers.get_mut(sampler) {
-            sampler.waiting.retain(|(waiting, _)| waiting != seq);
+            sampler.waiting.retain(|waiting| waiting.seq != *seq);
             sampler.pending.remove(seq);
-            sampler.done.remove(seq);
+            sampler.done.retain(|(done, _)| done != seq);
             sampler.retrieved.retain(|(done, _)| done != seq);
         }
         self.results.send_modify(|count| *count += 1);
@@ -563,14 +584,15 @@ impl Queues {
 
     /// Publishes a sampling request's result, unless it was canceled. If nobody retrieves results,
     /// the oldest are dropped.
-    pub(crate) fn finish_samples(&self, id: &SamplerId, seq: u64, outcome: Outcome) {
+    pub(crate) fn finish_samples(&self, id: &SamplerId, request: &SampleRequest, outcome: Outcome) {
         let mut state = self.state();
         if let Some(sampler) = state.samplers.get_mut(id)
-            && sampler.pending.remove(&seq)
+            && sampler.is_pending(request)
         {
-            sampler.done.insert(seq, Arc::new(outcome));
+            sampler.pending.remove(&request.seq);
+            sampler.done.push_back((request.seq, Arc::new(outcome)));
             if sampler.done.len() > self.max_waiting {
-                sampler.done.pop_first();
+                sampler.done.pop_front();
             }
         }
         drop(state);
@@ -579,8 +601,8 @@ impl Queues {
 
     /// Publishes a failure for a turn's requests without a result.
     pub(crate) fn fail_samples(&self, turn: &SampleTurn, message: &str) {
-        for (seq, _) in &turn.requests {
-            self.finish_samples(&turn.sampler, *seq, Outcome::Failed(message.to_owned()));
+        for request in &turn.requests {
+            self.finish_samples(&turn.sampler, request, Outcome::Failed(message.to_owned()));
         }
     }
 
@@ -588,9 +610,11 @@ impl Queues {
     /// were canceled.
     pub(crate) fn is_over(&self, turn: &SampleTurn) -> bool {
         let state = self.state();
-        let sampler = state.samplers.get(&turn.sampler);
-        let is_pending = |seq| sampler.is_some_and(|sampler| sampler.pending.contains(seq));
-        state.is_stopped || !turn.requests.iter().any(|(seq, _)| is_pending(seq))
+        let is_pending = state.samplers.get(&turn.sampler).is_some_and(|sampler| {
+            let mut requests = turn.requests.iter();
+            requests.any(|request| sampler.is_pending(request))
+        });
+        state.is_stopped || !is_pending
     }
 
     /// Returns a receiver that changes with each result.
@@ -612,7 +636,7 @@ impl Queues {
             }
             RequestId::Sample(sampler, seq) => {
                 let sampler = state.samplers.get(sampler);
-                sampler.is_some_and(|sampler| sampler.pending.contains(seq))
+                sampler.is_some_and(|sampler| sampler.pending.contains_key(seq))
             }
         };
         match &state.failure {
@@ -682,11 +706,11 @@ impl State {
             Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
-                let (_, first) = sampler.waiting.front()?;
+                let first = &sampler.waiting.front()?.work;
                 let (weights, sampling) = (first.weights.clone(), first.sampling.clone());
-                let mut requests: Vec<(u64, SampleWork)> = Vec::new();
+                let mut requests: Vec<SampleRequest> = Vec::new();
                 let mut samples = 0;
-                while let Some((_, work)) = sampler.waiting.front() {
+                while let Some(SampleRequest { work, .. }) = sampler.waiting.front() {
                     let fits = requests.is_empty() || samples + work.num_samples <= max_samples;
                     if !fits || work.weights != weights || work.sampling != sampling {
                         break;
@@ -710,6 +734,8 @@ impl State {
 mod tests {
     use std::thread;
 
+    use candle_grpo_train::SamplingConfig;
+    use rstest::rstest;
     use tempfile::TempDir;
 
     use super::*;
@@ -756,6 +782,50 @@ mod tests {
         };
         queues.finish_training(&id, seq, &answered).unwrap();
         (id.number, seq)
+    }
+
+    /// Adds a sampling session of the base model.
+    fn sampler(queues: &Queues, session: &str) -> SamplerId {
+        let record = SamplerRecord { model_path: None };
+        queues.add_sampler(session, 0, record).unwrap()
+    }
+
+    fn promise(
+        queues: &Queues,
+        sampler: &SamplerId,
+        seq: u64,
+        temperature: f64,
+    ) -> Result<RequestId, Refusal> {
+        queues.promise_samples(sampler, Some(seq), |_| SampleWork {
+            weights: SamplerRecord { model_path: None },
+            prompt: vec![1],
+            num_samples: 1,
+            seed: 1,
+            max_new_tokens: 1,
+            prompt_log_probs: None,
+            sampling: SamplingConfig {
+                temperature,
+                ..SamplingConfig::default()
+            },
+        })
+    }
+
+    /// Takes a turn of a sampling session.
+    fn turn(queues: &Queues, max_samples: usize) -> SampleTurn {
+        match queues.next_turn(max_samples) {
+            Some(Turn::Sample(turn)) => turn,
+            _ => panic!("no request for samples"),
+        }
+    }
+
+    fn numbers(turn: &SampleTurn) -> Vec<u64> {
+        turn.requests.iter().map(|request| request.seq).collect()
+    }
+
+    /// Publishes a turn's results, and returns their numbers.
+    fn finish(queues: &Queues, turn: &SampleTurn, text: &str) -> Vec<u64> {
+        queues.fail_samples(turn, text);
+        numbers(turn)
     }
 
     /// Returns a result's text.
@@ -857,5 +927,108 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn waiting_requests_for_samples_have_a_limit() {
+        let (_folder, queues, session) = queues(2);
+        let sampler = sampler(&queues, &session);
+        let promise = |seq| promise(&queues, &sampler, seq, 1.);
+        let promises = [0, 1].map(|seq| promise(seq).unwrap());
+        let refused = promise(2).unwrap_err();
+        assert_eq!(refused.status, 429, "{refused:?}");
+        // A repeated request takes no place, and one that runs keeps its own.
+        assert_eq!(promise(1).unwrap(), promises[1]);
+        let begun = turn(&queues, 9);
+        assert_eq!(promise(2).unwrap_err().status, 429);
+        assert_eq!(finish(&queues, &begun, "a"), [0, 1]);
+        assert_eq!(promise(1).unwrap(), promises[1]);
+        promise(2).unwrap();
+        assert_eq!(numbers(&turn(&queues, 9)), [2]);
+        for promise in &promises {
+            assert_eq!(text(&queues, promise).unwrap(), "a");
+        }
+    }
+
+    /// The state in which a request is canceled.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Canceled {
+        Waiting,
+        Running,
+        Done,
+        Retrieved,
+    }
+
+    #[rstest]
+    fn a_canceled_request_has_no_result_and_no_place(
+        #[values(
+            Canceled::Waiting,
+            Canceled::Running,
+            Canceled::Done,
+            Canceled::Retrieved
+        )]
+        canceled: Canceled,
+    ) {
+        let (_folder, queues, session) = queues(1);
+        let sampler = sampler(&queues, &session);
+        let first = promise(&queues, &sampler, 0, 1.).unwrap();
+        let begun = (canceled != Canceled::Waiting).then(|| turn(&queues, 9));
+        if let Some(begun) = &begun {
+            assert!(!queues.is_over(begun));
+            if canceled != Canceled::Running {
+                finish(&queues, begun, "a");
+            }
+        }
+        if canceled == Canceled::Retrieved {
+            assert_eq!(text(&queues, &first).unwrap(), "a");
+        }
+        let waits = queues.results();
+        queues.cancel(&first);
+        assert!(waits.has_changed().unwrap());
+        if let Some(begun) = &begun {
+            assert!(queues.is_over(begun));
+            finish(&queues, begun, "late");
+        }
+        assert_eq!(text(&queues, &first), None);
+        // The same number again is another request, which the turn before does not answer.
+        assert_eq!(promise(&queues, &sampler, 0, 1.).unwrap(), first);
+        if let Some(begun) = &begun {
+            assert!(queues.is_over(begun));
+            finish(&queues, begun, "late");
+        }
+        assert!(queues.is_pending(&first).unwrap());
+        let again = turn(&queues, 9);
+        assert!(!queues.is_over(&again));
+        assert_eq!(finish(&queues, &again, "b"), [0]);
+        assert_eq!(text(&queues, &first).unwrap(), "b");
+    }
+
+    /// Results, not numbers, have an age.
+    #[test]
+    fn the_oldest_result_that_nobody_retrieves_is_dropped() {
+        let (_folder, queues, session) = queues(2);
+        let sampler = sampler(&queues, &session);
+        let promises = [5, 3, 4].map(|seq| {
+            let promise = promise(&queues, &sampler, seq, 1.).unwrap();
+            assert_eq!(finish(&queues, &turn(&queues, 9), "a"), [seq]);
+            promise
+        });
+        let found = promises.map(|promise| text(&queues, &promise).is_some());
+        assert_eq!(found, [false, true, true]);
+    }
+
+    /// A queue with many requests has one turn, and then the others have theirs.
+    #[test]
+    fn a_long_queue_takes_turns_with_others() {
+        let (_folder, queues, session) = queues(9);
+        let long = sampler(&queues, &session);
+        let record = SamplerRecord { model_path: None };
+        let other = queues.add_sampler(&session, 1, record).unwrap();
+        for seq in 0..3 {
+            promise(&queues, &long, seq, 1.).unwrap();
+        }
+        promise(&queues, &other, 7, 1.).unwrap();
+        let turns = [(); 4].map(|()| numbers(&turn(&queues, 1)));
+        assert_eq!(turns, [[0], [7], [1], [2]]);
     }
 }
