@@ -706,17 +706,18 @@ impl State {
             Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
-                let first = &sampler.waiting.front()?.work;
-                let (weights, sampling) = (first.weights.clone(), first.sampling.clone());
-                let mut requests: Vec<SampleRequest> = Vec::new();
-                let mut samples = 0;
-                while let Some(SampleRequest { work, .. }) = sampler.waiting.front() {
-                    let fits = requests.is_empty() || samples + work.num_samples <= max_samples;
-                    if !fits || work.weights != weights || work.sampling != sampling {
-                        break;
+                let first = sampler.waiting.pop_front()?;
+                let mut samples = first.work.num_samples;
+                let mut requests = vec![first];
+                for request in std::mem::take(&mut sampler.waiting) {
+                    let (work, first) = (&request.work, &requests[0].work);
+                    let is_equal = work.weights == first.weights && work.sampling == first.sampling;
+                    if is_equal && samples + work.num_samples <= max_samples {
+                        samples += work.num_samples;
+                        requests.push(request);
+                    } else {
+                        sampler.waiting.push_back(request);
                     }
-                    samples += work.num_samples;
-                    requests.extend(sampler.waiting.pop_front());
                 }
                 if !sampler.waiting.is_empty() {
                     self.add_turn(Queue::Sampler(id.clone()));
@@ -1015,6 +1016,19 @@ mod tests {
         });
         let found = promises.map(|promise| text(&queues, &promise).is_some());
         assert_eq!(found, [false, true, true]);
+    }
+
+    /// A turn takes all equal requests that fit, and the others stay in their order.
+    #[test]
+    fn requests_that_alternate_share_turns() {
+        let (_folder, queues, session) = queues(9);
+        let sampler = sampler(&queues, &session);
+        for seq in 0..8 {
+            let temperature = if seq % 2 == 0 { 1. } else { 2. };
+            promise(&queues, &sampler, seq, temperature).unwrap();
+        }
+        let turns = [(); 4].map(|()| numbers(&turn(&queues, 3)));
+        assert_eq!(turns, [vec![0, 2, 4], vec![1, 3, 5], vec![6], vec![7]]);
     }
 
     /// A queue with many requests has one turn, and then the others have theirs.
