@@ -121,7 +121,7 @@ struct Sampler {
 impl Model {
     /// Creates a queue with what is in the folder.
     fn new(record: ModelRecord, found: Found) -> Self {
-        let waiting = found.requests.range(found.next..).map(|(&seq, &digest)| {
+        let waiting = found.waiting.into_iter().map(|(seq, digest)| {
             let is_stored = true;
             (seq, Waiting { digest, is_stored })
         });

@@ -3,7 +3,7 @@
 //! ```text
 //! sessions/SESSION/session.json
 //!                  models/N/model.json           adapters and where they start from
-//!                           requests/SEQ         promised requests
+//!                           requests/SEQ         promised requests, and passes since the state
 //!                           results/SEQ          results
 //!                           states/SEQ/          adapters and optimizer before the request SEQ
 //!                           weights/NAME/        save_weights: a PEFT folder with optimizer state
@@ -24,7 +24,7 @@ use candle_grpo_train::run::FolderLock;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::work::{Answered, WeightsKind, Work};
+use crate::work::{Answered, Outcome, WeightsKind, Work};
 
 /// Folder version.
 const VERSION: &str = "1";
@@ -189,7 +189,8 @@ pub(crate) struct Store {
 /// A model's requests and results when the server starts.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    pub(crate) requests: BTreeMap<u64, Digest>,
+    /// Digests for requests without a result.
+    pub(crate) waiting: BTreeMap<u64, Digest>,
     /// Sequence numbers with a result.
     pub(crate) results: Vec<u64>,
     /// Sequence number of the first request without a result.
@@ -327,9 +328,28 @@ impl Store {
         read_record(&self.request(id, seq))
     }
 
-    /// Removes a request that is not needed to restore the model.
+    /// Removes a request whose session was finished meanwhile.
     pub(crate) fn remove_request(&self, id: &ModelId, seq: u64) -> Result<()> {
         remove_file(&self.request(id, seq))
+    }
+
+    /// Removes what a server that starts again need not repeat, after the last request's result.
+    pub(crate) fn settle(
+        &self,
+        id: &ModelId,
+        seq: u64,
+        work: &Work,
+        outcome: &Outcome,
+    ) -> Result<()> {
+        if outcome.starts_state() {
+            self.forget_before(id, seq + 1)
+        } else if work.clears_gradients(outcome) {
+            self.forget_requests_before(id, seq + 1)
+        } else if work.uses_gradients() {
+            Ok(())
+        } else {
+            self.remove_request(id, seq)
+        }
     }
 
     pub(crate) fn add_result(&self, id: &ModelId, seq: u64, answered: &Answered) -> Result<()> {
@@ -344,7 +364,7 @@ impl Store {
         remove_file(&self.result(id, seq))
     }
 
-    /// Reads a model's state record; `None` before the first step.
+    /// Reads a model's state record; `None` if the model was not created.
     pub(crate) fn state_record(&self, id: &ModelId) -> Result<Option<StateRecord>> {
         match numbers(&self.model(id).join("states"))?.last() {
             Some(&next) => read_record(&self.state(id, next).join("record")),
@@ -394,8 +414,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Reads which requests and results a model has. Completes what a killed server left:
-    /// the last result that the state includes, and the removal of its requests.
+    /// Reads which requests and results a model has. Completes what a killed server left: the last
+    /// result that the state includes, and the removal of requests that nothing needs.
     pub(crate) fn recover(&self, id: &ModelId) -> Result<Found> {
         self.remove_leftovers(id)?;
         let mut found = Found::default();
@@ -408,28 +428,35 @@ impl Store {
             self.forget_before(id, state.next)?;
         }
         found.results = numbers(&self.model(id).join("results"))?;
-        found.next = found
-            .results
-            .iter()
-            .map(|seq| seq.saturating_add(1))
-            .fold(found.next, u64::max);
-        for seq in numbers(&self.model(id).join("requests"))? {
+        if let Some(&last) = found.results.last() {
+            found.next = found.next.max(last.saturating_add(1));
+            let work = self.read_request(id, last)?.map(|(_, work)| work);
+            if let (Some(work), Some(answered)) = (work, self.read_result(id, last)?) {
+                self.settle(id, last, &work, &answered.outcome)?;
+            }
+        }
+        let requests = numbers(&self.model(id).join("requests"))?;
+        for seq in requests.into_iter().filter(|&seq| seq >= found.next) {
             let path = self.request(id, seq);
             let mut digest = Digest::default();
             let read = fs::File::open(&path).and_then(|mut file| file.read_exact(&mut digest));
             read.with_context(|| format!("reading {}", path.display()))?;
-            found.requests.insert(seq, digest);
+            found.waiting.insert(seq, digest);
         }
         Ok(found)
     }
 
     /// Removes requests and states before `next`, which the state before `next` includes.
-    pub(crate) fn forget_before(&self, id: &ModelId, next: u64) -> Result<()> {
+    fn forget_before(&self, id: &ModelId, next: u64) -> Result<()> {
         for state in numbers(&self.model(id).join("states"))? {
             if state < next {
                 atomic_file::remove_folder(&self.state(id, state))?;
             }
         }
+        self.forget_requests_before(id, next)
+    }
+
+    fn forget_requests_before(&self, id: &ModelId, next: u64) -> Result<()> {
         for seq in numbers(&self.model(id).join("requests"))? {
             if seq < next {
                 self.remove_request(id, seq)?;
