@@ -18,9 +18,7 @@ use crate::config::TinkerConfig;
 use crate::loss::LossFn;
 use crate::queue::{Queues, SampleTurn, Turn};
 use crate::sampling::{Snapshot, is_interrupted};
-use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, UNNAMED, WeightsPath,
-};
+use crate::store::{ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, WeightsPath};
 use crate::wire::request::AdamParams;
 use crate::work::{Answered, Outcome, SaveRequest, WeightsKind, Work};
 
@@ -321,14 +319,17 @@ impl SaveRequest {
         base_model: &str,
         queues: &Queues,
     ) -> Result<Outcome> {
-        let store = queues.store();
         let id = &path.model;
-        let folder = store.weights(&path);
+        let folder = queues.store().weights(&path);
         if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
             bail!(
                 "path: {:?}, must be a new name, or overwrite must be true",
                 self.name
             );
+        }
+        if let Some(number) = self.sampler {
+            let known = queues.has_sampler(&id.session, number, &path.sampler());
+            known.map_err(refused)?;
         }
         let optimizer = self.kind == WeightsKind::Training;
         save(actor, &folder, base_model, optimizer, |folder| {
@@ -337,24 +338,34 @@ impl SaveRequest {
                 seq.to_string().as_bytes(),
             )?)
         })?;
-        let is_unnamed = self.name.starts_with(UNNAMED);
-        if is_unnamed {
-            store.keep_unnamed(id, KEPT_UNNAMED)?;
-        }
-        let sampler = self.sampler.map(|number| {
-            let record = SamplerRecord {
-                model_path: Some(path.to_string()),
-            };
-            queues
-                .add_sampler(&id.session, number, record)
-                .map_err(refused)
-        });
+        let Some(number) = self.sampler else {
+            return Ok(Outcome::Saved {
+                kind: self.kind,
+                path: Some(path.to_string()),
+                sampling_session_id: None,
+            });
+        };
+        let sampler = queues.add_sampler(&id.session, number, path.sampler());
+        let sampler = sampler.map_err(refused)?;
+        keep_unnamed(queues, id)?;
         Ok(Outcome::Saved {
             kind: self.kind,
-            path: (!is_unnamed).then(|| path.to_string()),
-            sampling_session_id: sampler.transpose()?.map(|id| id.0),
+            path: None,
+            sampling_session_id: Some(sampler.0),
         })
     }
+}
+
+/// Removes a model's unnamed sampler weights with their sampling sessions, except the last.
+fn keep_unnamed(queues: &Queues, id: &ModelId) -> Result<()> {
+    let numbers = queues.store().unnamed(id)?;
+    for &number in numbers.iter().rev().skip(KEPT_UNNAMED) {
+        let path = WeightsPath::unnamed(id, number);
+        // Weights without a session are removed the next time.
+        queues.remove_sampler(&id.session, number, &path.sampler())?;
+        queues.store().remove_weights(&path)?;
+    }
+    Ok(())
 }
 
 /// Returns the folder with saved weights.

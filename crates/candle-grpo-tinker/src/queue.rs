@@ -449,10 +449,7 @@ impl Queues {
     ) -> Result<SamplerId, Refusal> {
         let id = sampler_id(session, number);
         let _creation = self.creation();
-        if let Ok(known) = self.sampler(&id) {
-            if known != record {
-                return Err(taken("sampling_session_seq_id", number, "sampling session"));
-            }
+        if self.has_sampler(session, number, &record)? {
             return Ok(id);
         }
         self.store
@@ -462,6 +459,41 @@ impl Queues {
         ensure_session(&state, session)?;
         state.samplers.insert(id.clone(), Sampler::new(record));
         Ok(id)
+    }
+
+    /// Returns whether a sampling session with these weights has this number.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a sampling session with other weights has.
+    pub(crate) fn has_sampler(
+        &self,
+        session: &str,
+        number: u64,
+        record: &SamplerRecord,
+    ) -> Result<bool, Refusal> {
+        match self.sampler(&sampler_id(session, number)) {
+            Ok(known) if known == *record => Ok(true),
+            Ok(_) => Err(taken("sampling_session_seq_id", number, "sampling session")),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Removes a sampling session, if it has these weights. Its requests are dropped.
+    pub(crate) fn remove_sampler(
+        &self,
+        session: &str,
+        number: u64,
+        record: &SamplerRecord,
+    ) -> Result<()> {
+        let _creation = self.creation();
+        if !matches!(self.has_sampler(session, number, record), Ok(true)) {
+            return Ok(());
+        }
+        self.store.remove_sampler(session, number)?;
+        self.state().samplers.remove(&sampler_id(session, number));
+        self.results.send_modify(|count| *count += 1);
+        Ok(())
     }
 
     /// Returns a sampling session's record.

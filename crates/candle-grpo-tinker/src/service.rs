@@ -12,7 +12,8 @@ use crate::loss::LossFn;
 use crate::queue::{Queues, RequestId, SamplerId, internal};
 use crate::sampling::SampleWork;
 use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, weights_name,
+    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, unnamed,
+    weights_name,
 };
 use crate::wire::request::{
     CreateModel, CreateSampler, Heartbeat, Load, LoraOptions, OfModel, OptimStep, OptimizerKind,
@@ -239,7 +240,7 @@ impl Service {
             ("snapshot", Some(name), _) => named(name, WeightsKind::Sampler, true),
             ("snapshot", None, Some(number)) => Ok(Work::Save(SaveRequest {
                 kind: WeightsKind::Sampler,
-                name: format!("{UNNAMED}{number}"),
+                name: unnamed(number),
                 overwrite: true,
                 sampler: Some(number),
             })),

@@ -134,6 +134,22 @@ impl WeightsPath {
             name: weights_name(name)?.to_owned(),
         })
     }
+
+    /// Returns the path of unnamed sampler weights.
+    pub(crate) fn unnamed(model: &ModelId, number: u64) -> Self {
+        Self {
+            model: model.clone(),
+            kind: WeightsKind::Sampler,
+            name: unnamed(number),
+        }
+    }
+
+    /// Returns the record for a sampling session with these weights.
+    pub(crate) fn sampler(&self) -> SamplerRecord {
+        SamplerRecord {
+            model_path: Some(self.to_string()),
+        }
+    }
 }
 
 impl std::fmt::Display for WeightsPath {
@@ -256,6 +272,11 @@ impl Store {
         self.model(id).join("results").join(seq.to_string())
     }
 
+    fn sampler(&self, session: &str, number: u64) -> PathBuf {
+        let samplers = self.session(session).join("samplers");
+        samplers.join(format!("{number}.json"))
+    }
+
     pub(crate) fn add_session(&self, id: &str) -> Result<()> {
         write(&self.session(id).join("session.json"), b"{}")
     }
@@ -309,8 +330,11 @@ impl Store {
     }
 
     pub(crate) fn add_sampler(&self, session: &str, n: u64, record: &SamplerRecord) -> Result<()> {
-        let samplers = self.session(session).join("samplers");
-        write_json(&samplers.join(format!("{n}.json")), record)
+        write_json(&self.sampler(session, n), record)
+    }
+
+    pub(crate) fn remove_sampler(&self, session: &str, n: u64) -> Result<()> {
+        remove_file(&self.sampler(session, n))
     }
 
     /// Stores a promised request.
@@ -465,22 +489,27 @@ impl Store {
         Ok(())
     }
 
-    /// Removes a model's unnamed sampler weights except the last `kept`.
-    pub(crate) fn keep_unnamed(&self, id: &ModelId, kept: usize) -> Result<()> {
-        let folder = self.model(id).join(WeightsKind::Sampler.name());
-        let names = names(&folder)?;
+    /// Returns the numbers of a model's unnamed sampler weights, in their order.
+    pub(crate) fn unnamed(&self, id: &ModelId) -> Result<Vec<u64>> {
+        let names = names(&self.model(id).join(WeightsKind::Sampler.name()))?;
         let numbers = names.iter().filter_map(|name| name.strip_prefix(UNNAMED));
         let mut numbers: Vec<u64> = numbers.filter_map(|number| number.parse().ok()).collect();
         numbers.sort_unstable();
-        for number in numbers.iter().rev().skip(kept) {
-            atomic_file::remove_folder(&folder.join(format!("{UNNAMED}{number}")))?;
-        }
-        Ok(())
+        Ok(numbers)
+    }
+
+    pub(crate) fn remove_weights(&self, path: &WeightsPath) -> Result<()> {
+        Ok(atomic_file::remove_folder(&self.weights(path))?)
     }
 }
 
 /// Prefix in the names of unnamed sampler weights, before a number.
 pub(crate) const UNNAMED: &str = "unnamed-";
+
+/// Returns the name of unnamed sampler weights.
+pub(crate) fn unnamed(number: u64) -> String {
+    format!("{UNNAMED}{number}")
+}
 
 fn names(folder: &Path) -> Result<Vec<String>> {
     let entries = match fs::read_dir(folder) {
