@@ -568,3 +568,32 @@ fn remove_file(path: &Path) -> Result<()> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("a.b-C_9", true)]
+    #[case(&"a".repeat(128), true)]
+    #[case(&"a".repeat(129), false)]
+    #[case("", false)]
+    #[case(".a", false)]
+    #[case("a/b", false)]
+    #[case("\u{e4}", false)]
+    fn names_of_weights_are_file_names(#[case] name: &str, #[case] is_name: bool) {
+        assert_eq!(weights_name(name).is_ok(), is_name);
+    }
+
+    #[rstest]
+    #[case(&"0f".repeat(16), true)]
+    #[case(&"0".repeat(31), false)]
+    #[case(&"0".repeat(33), false)]
+    #[case(&".".repeat(32), false)]
+    fn ids_of_sessions_have_the_form_of_the_server(#[case] id: &str, #[case] is_name: bool) {
+        assert_eq!(session_name(id).is_some(), is_name);
+        assert_eq!(ModelId::parse(&format!("{id}:train:0")).is_ok(), is_name);
+    }
+}
