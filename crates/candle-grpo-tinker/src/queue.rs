@@ -142,7 +142,7 @@ impl Model {
 
     /// Notes that a result was retrieved. Returns one that need not be kept any longer.
     fn retrieve(&mut self, seq: u64) -> Option<u64> {
-        if self.done.contains(&seq) && !self.retrieved.contains(&seq) {
+        if !self.retrieved.contains(&seq) {
             self.retrieved.push_back(seq);
         }
         if self.retrieved.len() <= KEPT_RESULTS {

@@ -503,7 +503,7 @@ fn named(name: &str, kind: WeightsKind, overwrite: bool) -> Result<Work, Refusal
     }))
 }
 
-/// Returns the seed for a request without one: the same after a restart.
+/// Returns the seed for a request without one, from its id.
 fn seed_of(id: &str) -> u64 {
     let digest = crate::digest(id.as_bytes());
     u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8]))

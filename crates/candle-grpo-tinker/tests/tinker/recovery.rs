@@ -349,6 +349,28 @@ fn a_pass_that_cannot_be_repeated_ends_the_engine() {
     assert!(found["metrics"]["grad_norm"].as_f64().unwrap() > 0.);
 }
 
+/// Only a pass or a step clears gradients when it fails.
+#[test]
+fn a_save_that_fails_keeps_the_gradients() {
+    let folder = tempdir().unwrap();
+    let mut server = Running::start(folder.path());
+    let models = [0, 1].map(|_| server.new_model());
+    let data = [example(&[1, 2, 3, 4])];
+    for (at, model) in models.iter().enumerate() {
+        server.call("forward_backward", &pass(model, 1, "cross_entropy", &data));
+        let save = |seq: u64| json!({"model_id": model, "path": "a", "seq_id": seq});
+        server.call("save_weights", &save(2));
+        let failed = server.call("save_weights", &save(3));
+        assert!(failed["error"].is_string(), "{failed}");
+        if at == 1 {
+            drop(server);
+            server = Running::start(folder.path());
+        }
+        let stepped = server.call("optim_step", &step(model, 4));
+        assert!(stepped["metrics"]["grad_norm"].as_f64().unwrap() > 0.);
+    }
+}
+
 /// A request has no result if the state before it cannot be read. The next server executes it.
 #[test]
 fn a_state_that_cannot_be_read_is_reported() {
