@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
 use candle_grpo_train::Pretrained;
-use candle_grpo_train::model::{GenerationDefaults, SpecialTokens, character_tokenizer};
+use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use serde_json::json;
 
 /// Reads a `config.json`. Without a file: the dimensions of SmolLM2-135M.
@@ -39,17 +39,13 @@ pub fn small_model() -> Result<Pretrained> {
         "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": false,
     }))?;
+    let parameters = Parameters::init(&model, 3, &Device::Cpu)?;
+    let tokenizer = character_tokenizer("0123456789*=\n ")?;
     Ok(Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu)?,
-        model,
-        tokenizer: character_tokenizer("0123456789*=\n ")?,
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
-        generation: GenerationDefaults::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     })
 }
