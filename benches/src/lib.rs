@@ -23,6 +23,6 @@ mod training;
 pub use allocator::{Counting, peak, peak_bytes, restart_peak};
 pub use connection::Connection;
 pub use median::median;
-pub use model::{decoder_in, read_model};
+pub use model::{decoder_in, read_model, small_model};
 pub use run::main;
 pub use training::training_main;

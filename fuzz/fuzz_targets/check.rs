@@ -65,18 +65,14 @@ fn write_model() {
         max_position_embeddings: 64,
         ..decoder()
     };
+    let parameters = Parameters::init(&model, 1, &Device::Cpu).expect("a tiny model");
+    let tokenizer = character_tokenizer("abc").expect("three letters");
     let pretrained = Pretrained {
-        parameters: Parameters::init(&model, 1, &Device::Cpu).expect("a tiny model"),
-        model,
-        tokenizer: character_tokenizer("abc").expect("three letters"),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     };
     let folder = folder().join("model");
     pretrained.save(&folder).expect("room for a tiny model");

@@ -10,15 +10,15 @@ use candle_grpo_base::server::Refusal;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, Lora};
+use candle_grpo_train::learn::{TargetOutput, TargetRow};
 use candle_grpo_train::{Actor, ActorConfig};
 
 use crate::base::Base;
 use crate::config::TinkerConfig;
+use crate::loss::LossFn;
 use crate::queue::{Queues, SampleTurn, Turn};
 use crate::sampling::{Snapshot, is_interrupted};
-use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, UNNAMED, WeightsPath,
-};
+use crate::store::{ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, WeightsPath};
 use crate::wire::request::AdamParams;
 use crate::work::{Answered, Outcome, SaveRequest, WeightsKind, Work};
 
@@ -36,17 +36,10 @@ pub(crate) struct Engine {
     base: Base,
     config: TinkerConfig,
     queues: Arc<Queues>,
-    /// Models in memory, the one that was used last at the end.
-    models: Vec<(ModelId, Loaded)>,
+    /// Models in memory after their last request, the one that was used last at the end.
+    models: Vec<(ModelId, Actor)>,
     /// Snapshots in memory, the one that was used last at the end.
     snapshots: Vec<(SamplerRecord, Snapshot)>,
-}
-
-/// A model in memory.
-struct Loaded {
-    actor: Actor,
-    /// Sequence number of the first request that the actor does not include.
-    next: u64,
 }
 
 impl Engine {
@@ -94,159 +87,152 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// Fails if the folder cannot be read or written. The request then has no result.
+    /// Fails if the model cannot be brought into memory, or its requests, results and states cannot
+    /// be read or written. The request then has no result, unless it was published.
     fn train(&mut self, id: &ModelId, seq: u64) -> Result<()> {
         let queues = Arc::clone(&self.queues);
         let store = queues.store();
         let request = store.read_request(id, seq)?;
         let (digest, work) = request.context("the request is not in the folder")?;
-        let done = self.execute(id, seq, &work);
+        let record = queues.model(id).map_err(refused)?;
+        let mut actor = self.take(id, seq)?;
+        let done = self.execute(id, &record, seq, &work, &mut actor);
         let outcome = done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
         let answered = Answered { digest, outcome };
         if answered.outcome.starts_state() {
-            let saved = self.save_state(id, seq, &answered);
-            // The model in memory is ahead of the folder.
-            saved.inspect_err(|_| self.models.retain(|(other, _)| other != id))?;
+            self.save_state(id, seq, created(&mut actor)?, &answered)?;
         }
         queues.finish_training(id, seq, &answered)?;
-        if answered.outcome.starts_state() {
-            store.forget_before(id, seq + 1)
-        } else if work.changes_model() {
-            Ok(())
-        } else {
-            store.remove_request(id, seq)
-        }
+        store.settle(id, seq, &work, &answered.outcome)?;
+        // What failed may have changed a part of the actor: the folder has it without gradients.
+        let actor = actor.filter(|_| !work.clears_gradients(&answered.outcome));
+        self.models.extend(actor.map(|actor| (id.clone(), actor)));
+        Ok(())
     }
 
-    fn execute(&mut self, id: &ModelId, seq: u64, work: &Work) -> Result<Outcome> {
-        let queues = Arc::clone(&self.queues);
-        let record = queues.model(id).map_err(refused)?;
-        self.load(id, &record, seq)?;
-        let Some((_, loaded)) = self.models.last_mut() else {
-            bail!("{id}: not in memory");
-        };
-        loaded.next = seq + 1;
-        let actor = &mut loaded.actor;
+    fn execute(
+        &mut self,
+        id: &ModelId,
+        record: &ModelRecord,
+        seq: u64,
+        work: &Work,
+        actor: &mut Option<Actor>,
+    ) -> Result<Outcome> {
         match work {
-            Work::Create => Ok(match &record.start {
-                Start::Seed(_) => Outcome::Created {
-                    model_id: id.to_string(),
-                },
-                Start::Weights { path, .. } => Outcome::Loaded { path: path.clone() },
-            }),
+            Work::Create => {
+                *actor = Some(self.create(record)?);
+                Ok(match &record.start {
+                    Start::Seed(_) => Outcome::Created {
+                        model_id: id.to_string(),
+                    },
+                    Start::Weights { path, .. } => Outcome::Loaded { path: path.clone() },
+                })
+            }
             Work::Pass {
                 rows,
                 loss,
                 backward,
             } => {
-                let (loss, tokens) = (loss.policy_loss(), self.config.micro_batch_tokens);
-                let found = if *backward {
-                    actor.forward_backward_targets(rows, &loss, tokens)?
-                } else {
-                    actor.forward_targets(rows, &loss, tokens)?
-                };
+                let found = self.pass(created(actor)?, rows, loss, *backward)?;
                 Ok(Outcome::Pass {
                     loss: found.loss,
                     log_probs: found.log_probs,
                 })
             }
-            Work::OptimStep(params) => optim_step(actor, params),
+            Work::OptimStep(params) => optim_step(created(actor)?, params),
             Work::Save(request) => {
                 let path = request.path(id);
                 // They may be those that the request replaces.
                 self.snapshots.retain(|(record, _)| !record.has(&path));
-                request.save(path, seq, actor, &self.base.info.name, &queues)
+                let (actor, name) = (created(actor)?, &self.base.info.name);
+                request.save(path, seq, actor, name, &self.queues)
             }
             Work::Load { path, optimizer } => {
-                let loaded = actor_from(&self.base, queues.store(), path, *optimizer)?;
-                let (own, found) = (actor.adapters(), loaded.adapters());
+                let own = created(actor)?;
+                let loaded = actor_from(&self.base, self.queues.store(), path, *optimizer)?;
                 ensure!(
-                    own.map(Lora::config) == found.map(Lora::config),
-                    "path: {path}, must have the adapters of the model (rank {})",
-                    record.rank
+                    own.adapters().map(Lora::config) == loaded.adapters().map(Lora::config),
+                    "path: {path}, must have the adapters of the model (rank {}, train_attn: {}, train_mlp: {})",
+                    record.rank,
+                    record.train_attn,
+                    record.train_mlp
                 );
-                *actor = loaded;
+                *own = loaded;
                 Ok(Outcome::Loaded { path: path.clone() })
             }
             Work::Refused(message) => Ok(Outcome::Refused(message.clone())),
         }
     }
 
+    /// Creates a model.
+    fn create(&self, record: &ModelRecord) -> Result<Actor> {
+        let base = &self.base;
+        match &record.start {
+            Start::Seed(seed) => {
+                let (config, device) = (base.info.lora(record)?, base.parameters.device());
+                actor(base, Lora::init(config, &base.info.model, *seed, device)?)
+            }
+            Start::Weights { path, optimizer } => {
+                actor_from(base, self.queues.store(), path, *optimizer)
+            }
+        }
+    }
+
+    fn pass(
+        &self,
+        actor: &mut Actor,
+        rows: &[TargetRow],
+        loss: &LossFn,
+        backward: bool,
+    ) -> Result<TargetOutput> {
+        let (loss, tokens) = (loss.policy_loss(), self.config.micro_batch_tokens);
+        if backward {
+            actor.forward_backward_targets(rows, &loss, tokens)
+        } else {
+            actor.forward_targets(rows, &loss, tokens)
+        }
+    }
+
     /// Saves a model after the request `seq`, with its result.
-    fn save_state(&self, id: &ModelId, seq: u64, answered: &Answered) -> Result<()> {
-        let Some((_, loaded)) = self.models.last() else {
-            bail!("{id}: not in memory");
-        };
+    fn save_state(&self, id: &ModelId, seq: u64, actor: &Actor, answered: &Answered) -> Result<()> {
         let record = StateRecord {
             next: seq + 1,
             last: answered.clone(),
         };
         let folder = self.queues.store().state(id, seq + 1);
-        save(
-            &loaded.actor,
-            &folder,
-            &self.base.info.name,
-            true,
-            |folder| Store::write_state_record(folder, &record),
-        )
+        save(actor, &folder, &self.base.info.name, true, |folder| {
+            Store::write_state_record(folder, &record)
+        })
     }
 
-    /// Brings a model into memory in its state before the request `seq`, as the last of
-    /// [`Self::models`].
-    fn load(&mut self, id: &ModelId, record: &ModelRecord, seq: u64) -> Result<()> {
-        let found = self.models.iter().position(|(other, _)| other == id);
-        let Loaded { mut actor, next } = match found {
-            Some(place) => self.models.remove(place).1,
-            None => {
-                while self.models.len() >= self.config.max_loaded_models {
-                    self.models.remove(0);
-                }
-                self.read(id, record)?
-            }
+    /// Takes a model before the request `seq` out of memory, or reads it from the folder. `None` if
+    /// it was not created.
+    fn take(&mut self, id: &ModelId, seq: u64) -> Result<Option<Actor>> {
+        if let Some(place) = self.models.iter().position(|(other, _)| other == id) {
+            return Ok(Some(self.models.remove(place).1));
+        }
+        while self.models.len() >= self.config.max_loaded_models {
+            self.models.remove(0);
+        }
+        let store = self.queues.store();
+        let Some(state) = store.state_record(id)? else {
+            return Ok(None);
         };
-        // Requests after the state: the gradients of passes, and steps that failed.
-        for seq in next..seq {
-            let request = self.queues.store().read_request(id, seq)?;
-            let replayed = match request.map(|(_, work)| work) {
-                Some(Work::Pass {
-                    rows,
-                    loss,
-                    backward: true,
-                }) => {
-                    let (loss, tokens) = (loss.policy_loss(), self.config.micro_batch_tokens);
-                    let pass = actor.forward_backward_targets(&rows, &loss, tokens);
-                    pass.map(|_| ())
-                }
-                Some(Work::OptimStep(params)) => optim_step(&mut actor, &params).map(|_| ()),
-                _ => Ok(()),
-            };
-            if let Err(error) = replayed {
-                tracing::debug!("{id}, request {seq} failed again: {error:#}");
+        let mut actor = read(&self.base, &store.state(id, state.next), true)?;
+        // The state has no gradients.
+        for seq in state.next..seq {
+            let work = store.read_request(id, seq)?.map(|(_, work)| work);
+            if let Some(Work::Pass {
+                rows,
+                loss,
+                backward: true,
+            }) = work
+            {
+                let repeated = self.pass(&mut actor, &rows, &loss, true);
+                repeated.with_context(|| format!("repeating the request {seq}"))?;
             }
         }
-        self.models.push((id.clone(), Loaded { actor, next: seq }));
-        Ok(())
-    }
-
-    /// Reads a model's state from the folder.
-    fn read(&self, id: &ModelId, record: &ModelRecord) -> Result<Loaded> {
-        let (base, store) = (&self.base, self.queues.store());
-        if let Some(state) = store.state_record(id)? {
-            return Ok(Loaded {
-                actor: read(base, &store.state(id, state.next), true)?,
-                next: state.next,
-            });
-        }
-        let actor = match &record.start {
-            Start::Seed(seed) => {
-                let device = base.parameters.device();
-                let adapters =
-                    Lora::init(base.info.lora(record)?, &base.info.model, *seed, device)?;
-                actor(base, adapters)?
-            }
-            Start::Weights { path, optimizer } => actor_from(base, store, path, *optimizer)?,
-        };
-        Ok(Loaded { actor, next: 0 })
+        Ok(Some(actor))
     }
 
     /// Draws samples, and publishes them.
@@ -262,10 +248,10 @@ impl Engine {
     }
 
     fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
-        let Some((_, first)) = turn.requests.first() else {
+        let Some(first) = turn.requests.first() else {
             return Ok(());
         };
-        let record = &first.weights;
+        let record = &first.work.weights;
         let found = self.snapshots.iter().position(|(other, _)| other == record);
         match found {
             Some(place) => {
@@ -304,6 +290,12 @@ fn is_of(folder: &Path, seq: u64) -> bool {
     std::fs::read_to_string(folder.join(REQUEST)).is_ok_and(|found| found == seq.to_string())
 }
 
+/// Returns the actor of a model that was created.
+fn created(actor: &mut Option<Actor>) -> Result<&mut Actor> {
+    let must = "the model does not exist: the request that creates it has failed";
+    actor.as_mut().context(must)
+}
+
 /// Converts a refusal to an error.
 fn refused(refusal: Refusal) -> anyhow::Error {
     anyhow::anyhow!(refusal.message)
@@ -327,14 +319,17 @@ impl SaveRequest {
         base_model: &str,
         queues: &Queues,
     ) -> Result<Outcome> {
-        let store = queues.store();
         let id = &path.model;
-        let folder = store.weights(&path);
+        let folder = queues.store().weights(&path);
         if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
             bail!(
                 "path: {:?}, must be a new name, or overwrite must be true",
                 self.name
             );
+        }
+        if let Some(number) = self.sampler {
+            let known = queues.has_sampler(&id.session, number, &path.sampler());
+            known.map_err(refused)?;
         }
         let optimizer = self.kind == WeightsKind::Training;
         save(actor, &folder, base_model, optimizer, |folder| {
@@ -343,24 +338,34 @@ impl SaveRequest {
                 seq.to_string().as_bytes(),
             )?)
         })?;
-        let is_unnamed = self.name.starts_with(UNNAMED);
-        if is_unnamed {
-            store.keep_unnamed(id, KEPT_UNNAMED)?;
-        }
-        let sampler = self.sampler.map(|number| {
-            let record = SamplerRecord {
-                model_path: Some(path.to_string()),
-            };
-            queues
-                .add_sampler(&id.session, number, record)
-                .map_err(refused)
-        });
+        let Some(number) = self.sampler else {
+            return Ok(Outcome::Saved {
+                kind: self.kind,
+                path: Some(path.to_string()),
+                sampling_session_id: None,
+            });
+        };
+        let sampler = queues.add_sampler(&id.session, number, path.sampler());
+        let sampler = sampler.map_err(refused)?;
+        keep_unnamed(queues, id)?;
         Ok(Outcome::Saved {
             kind: self.kind,
-            path: (!is_unnamed).then(|| path.to_string()),
-            sampling_session_id: sampler.transpose()?.map(|id| id.0),
+            path: None,
+            sampling_session_id: Some(sampler.0),
         })
     }
+}
+
+/// Removes a model's unnamed sampler weights with their sampling sessions, except the last.
+fn keep_unnamed(queues: &Queues, id: &ModelId) -> Result<()> {
+    let numbers = queues.store().unnamed(id)?;
+    for &number in numbers.iter().rev().skip(KEPT_UNNAMED) {
+        let path = WeightsPath::unnamed(id, number);
+        // Weights without a session are removed the next time.
+        queues.remove_sampler(&id.session, number, &path.sampler())?;
+        queues.store().remove_weights(&path)?;
+    }
+    Ok(())
 }
 
 /// Returns the folder with saved weights.
@@ -440,29 +445,23 @@ fn save(
 }
 
 fn optim_step(actor: &mut Actor, params: &AdamParams) -> Result<Outcome> {
-    let mut step = || -> Result<Outcome> {
-        let optimizer = actor.optimizer_mut();
-        let config = AdamWConfig {
-            learning_rate: params.learning_rate,
-            beta1: params.beta1,
-            beta2: params.beta2,
-            epsilon: params.eps,
-            weight_decay: params.weight_decay,
-            ..optimizer.config().clone()
-        };
-        optimizer.set_config(config)?;
-        let max_norm = match params.grad_clip_norm {
-            norm if norm > 0. => norm,
-            _ => f64::INFINITY,
-        };
-        let stats = actor.clip_grad_and_step(max_norm)?;
-        Ok(Outcome::OptimStep {
-            grad_norm: stats.grad_norm,
-            learning_rate: stats.learning_rate,
-        })
+    let optimizer = actor.optimizer_mut();
+    let config = AdamWConfig {
+        learning_rate: params.learning_rate,
+        beta1: params.beta1,
+        beta2: params.beta2,
+        epsilon: params.eps,
+        weight_decay: params.weight_decay,
+        ..optimizer.config().clone()
     };
-    let found = step();
-    // A step with invalid options ends like one that fails later: without gradients.
-    actor.zero_grad();
-    found
+    optimizer.set_config(config)?;
+    let max_norm = match params.grad_clip_norm {
+        norm if norm > 0. => norm,
+        _ => f64::INFINITY,
+    };
+    let stats = actor.clip_grad_and_step(max_norm)?;
+    Ok(Outcome::OptimStep {
+        grad_norm: stats.grad_norm,
+        learning_rate: stats.learning_rate,
+    })
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
-use candle_grpo_base::server::Refusal;
+use candle_grpo_base::server::{Refusal, random_id};
 use tokio::sync::watch;
 
 use crate::sampling::SampleWork;
@@ -17,13 +17,6 @@ const KEPT_RESULTS: usize = 64;
 /// A sampling session, or the queue for requests without one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct SamplerId(pub(crate) String);
-
-impl SamplerId {
-    /// Returns the queue for requests without a sampling session.
-    pub(crate) fn direct() -> Self {
-        Self("direct".to_owned())
-    }
-}
 
 /// A queue with work.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,10 +35,19 @@ pub(crate) enum Turn {
     Finish(ModelId),
 }
 
-/// Requests from the same weights with one distribution, by their numbers in a queue.
+/// Requests from the same weights with one distribution.
 pub(crate) struct SampleTurn {
     pub(crate) sampler: SamplerId,
-    pub(crate) requests: Vec<(u64, SampleWork)>,
+    pub(crate) requests: Vec<SampleRequest>,
+}
+
+/// A request for samples.
+#[derive(Debug)]
+pub(crate) struct SampleRequest {
+    seq: u64,
+    /// Distinguishes it from a canceled request with the same number, which may still run.
+    ticket: u64,
+    pub(crate) work: SampleWork,
 }
 
 /// A promised request.
@@ -78,13 +80,19 @@ impl RequestId {
     }
 }
 
+/// A training request without a result.
+#[derive(Debug)]
+struct Waiting {
+    digest: Digest,
+    /// True once it is in the folder.
+    is_stored: bool,
+}
+
 #[derive(Debug)]
 struct Model {
     record: ModelRecord,
-    /// Digests for requests without a result.
-    waiting: BTreeMap<u64, Digest>,
-    /// Requests among `waiting` that are in the folder.
-    stored: BTreeSet<u64>,
+    /// Requests without a result.
+    waiting: BTreeMap<u64, Waiting>,
     /// Sequence number of the next request to execute.
     next: u64,
     /// Results in the folder.
@@ -97,30 +105,58 @@ struct Model {
 struct Sampler {
     record: SamplerRecord,
     /// Requests that have not started.
-    waiting: VecDeque<(u64, SampleWork)>,
-    /// Requests without a result, started or not.
-    pending: BTreeSet<u64>,
-    /// Results that were not retrieved.
-    done: BTreeMap<u64, Arc<Outcome>>,
+    waiting: VecDeque<SampleRequest>,
+    /// Tickets for requests without a result, started or not.
+    pending: BTreeMap<u64, u64>,
+    /// Results that were not retrieved, the oldest first.
+    done: VecDeque<(u64, Arc<Outcome>)>,
     /// Retrieved results, the oldest first.
     retrieved: VecDeque<(u64, Arc<Outcome>)>,
     /// Sequence number for a request without one.
     next: u64,
+    /// The next request's ticket.
+    next_ticket: u64,
 }
 
 impl Model {
     /// Creates a queue with what is in the folder.
     fn new(record: ModelRecord, found: Found) -> Self {
-        let waiting = found.requests.range(found.next..);
-        let waiting: BTreeMap<u64, Digest> = waiting.map(|(k, v)| (*k, *v)).collect();
+        let waiting = found.waiting.into_iter().map(|(seq, digest)| {
+            let is_stored = true;
+            (seq, Waiting { digest, is_stored })
+        });
         Self {
             record,
-            stored: waiting.keys().copied().collect(),
-            waiting,
+            waiting: waiting.collect(),
             next: found.next,
             done: found.results.into_iter().collect(),
             retrieved: VecDeque::new(),
         }
+    }
+
+    /// Returns whether the next request can be executed.
+    fn is_ready(&self) -> bool {
+        let next = self.waiting.get(&self.next);
+        next.is_some_and(|waiting| waiting.is_stored)
+    }
+
+    /// Notes that a result was retrieved. Returns one that need not be kept any longer.
+    fn retrieve(&mut self, seq: u64) -> Option<u64> {
+        if !self.retrieved.contains(&seq) {
+            self.retrieved.push_back(seq);
+        }
+        if self.retrieved.len() <= KEPT_RESULTS {
+            return None;
+        }
+        // The last result says where a server that starts again continues.
+        let old = self
+            .retrieved
+            .pop_front()
+            .filter(|old| old + 1 != self.next);
+        if let Some(old) = &old {
+            self.done.remove(old);
+        }
+        old
     }
 }
 
@@ -129,17 +165,23 @@ impl Sampler {
         Self {
             record,
             waiting: VecDeque::new(),
-            pending: BTreeSet::new(),
-            done: BTreeMap::new(),
+            pending: BTreeMap::new(),
+            done: VecDeque::new(),
             retrieved: VecDeque::new(),
             next: 0,
+            next_ticket: 0,
         }
+    }
+
+    /// Returns whether a request has neither a result nor was canceled.
+    fn is_pending(&self, request: &SampleRequest) -> bool {
+        self.pending.get(&request.seq) == Some(&request.ticket)
     }
 
     /// Returns a result, and notes that it was retrieved.
     fn retrieve(&mut self, seq: u64) -> Option<Arc<Outcome>> {
-        if let Some(outcome) = self.done.remove(&seq) {
-            self.retrieved.push_back((seq, outcome));
+        if let Some(at) = self.done.iter().position(|(done, _)| *done == seq) {
+            self.retrieved.extend(self.done.remove(at));
             if self.retrieved.len() > KEPT_RESULTS {
                 self.retrieved.pop_front();
             }
@@ -166,6 +208,9 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Queues {
     store: Store,
+    /// The queue for requests without a sampling session. Another server has another one, so that
+    /// its requests have other ids.
+    direct: SamplerId,
     max_waiting: usize,
     state: Mutex<State>,
     /// Held while a model or a sampling session is created, so that its number has one file.
@@ -216,8 +261,9 @@ impl Queues {
     /// Reads the sessions in `store`.
     pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
         let mut state = State::default();
-        let direct = Sampler::new(SamplerRecord { model_path: None });
-        state.samplers.insert(SamplerId::direct(), direct);
+        let direct = SamplerId(format!("direct:{}", random_id()));
+        let sampler = Sampler::new(SamplerRecord { model_path: None });
+        state.samplers.insert(direct.clone(), sampler);
         for session in store.sessions()? {
             let finished = store.is_finished(&session);
             state.sessions.insert(session.clone(), finished);
@@ -228,7 +274,7 @@ impl Queues {
             }
             for id in store.models(&session)? {
                 let model = Model::new(store.model_record(&id)?, store.recover(&id)?);
-                if model.waiting.contains_key(&model.next) {
+                if model.is_ready() {
                     state.turns.push_back(Queue::Model(id.clone()));
                 }
                 state.models.insert(id, model);
@@ -240,6 +286,7 @@ impl Queues {
         }
         Ok(Self {
             store,
+            direct,
             max_waiting,
             state: Mutex::new(state),
             creation: Mutex::new(()),
@@ -250,6 +297,11 @@ impl Queues {
 
     pub(crate) fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// Returns the queue for requests without a sampling session.
+    pub(crate) fn direct(&self) -> &SamplerId {
+        &self.direct
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -341,19 +393,25 @@ impl Queues {
                 .map_or(0, |last| last.saturating_add(1));
             let seq = seq.unwrap_or_else(|| model.next.max(last).max(1));
             if let Some(first) = model.waiting.get(&seq) {
-                return repeated(id, seq, *first == digest);
+                return repeated(id, seq, first.digest == digest);
             }
-            if seq < model.next {
+            let next = model.next;
+            if seq < next {
                 drop(state);
                 let first = self.store.read_result(id, seq).map_err(internal)?;
-                return repeated(id, seq, first.is_none_or(|first| first.digest == digest));
+                let first = first.ok_or_else(|| {
+                    let must = format!("be at least {next}: this request's result was dropped");
+                    Refusal::invalid("seq_id", seq, &must)
+                })?;
+                return repeated(id, seq, first.digest == digest);
             }
             // The others wait for the next one.
-            if seq != model.next && model.waiting.len() >= self.max_waiting {
+            if seq != next && model.waiting.len() >= self.max_waiting {
                 return Err(too_many(self.max_waiting));
             }
             // Reserved, so that a repetition does not write it again.
-            model.waiting.insert(seq, digest);
+            let is_stored = false;
+            model.waiting.insert(seq, Waiting { digest, is_stored });
             seq
         };
         if let Err(error) = self.store.add_request(id, seq, &request) {
@@ -368,7 +426,9 @@ impl Queues {
             self.store.remove_request(id, seq).map_err(internal)?;
             return Err(unknown("model_id", &id.to_string()));
         };
-        model.stored.insert(seq);
+        if let Some(waiting) = model.waiting.get_mut(&seq) {
+            waiting.is_stored = true;
+        }
         if seq == model.next {
             state.add_turn(Queue::Model(id.clone()));
             self.has_work.notify_one();
@@ -389,10 +449,7 @@ impl Queues {
     ) -> Result<SamplerId, Refusal> {
         let id = sampler_id(session, number);
         let _creation = self.creation();
-        if let Ok(known) = self.sampler(&id) {
-            if known != record {
-                return Err(taken("sampling_session_seq_id", number, "sampling session"));
-            }
+        if self.has_sampler(session, number, &record)? {
             return Ok(id);
         }
         self.store
@@ -404,10 +461,45 @@ impl Queues {
         Ok(id)
     }
 
+    /// Returns whether a sampling session with these weights has this number.
+    ///
+    /// # Errors
+    ///
+    /// Refuses a number that a sampling session with other weights has.
+    pub(crate) fn has_sampler(
+        &self,
+        session: &str,
+        number: u64,
+        record: &SamplerRecord,
+    ) -> Result<bool, Refusal> {
+        match self.sampler(&sampler_id(session, number)) {
+            Ok(known) if known == *record => Ok(true),
+            Ok(_) => Err(taken("sampling_session_seq_id", number, "sampling session")),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Removes a sampling session, if it has these weights. Its requests are dropped.
+    pub(crate) fn remove_sampler(
+        &self,
+        session: &str,
+        number: u64,
+        record: &SamplerRecord,
+    ) -> Result<()> {
+        let _creation = self.creation();
+        if !matches!(self.has_sampler(session, number, record), Ok(true)) {
+            return Ok(());
+        }
+        self.store.remove_sampler(session, number)?;
+        self.state().samplers.remove(&sampler_id(session, number));
+        self.results.send_modify(|count| *count += 1);
+        Ok(())
+    }
+
     /// Returns a sampling session's record.
     pub(crate) fn sampler(&self, id: &SamplerId) -> Result<SamplerRecord, Refusal> {
         let state = self.state();
-        let sampler = state.samplers.get(id);
+        let sampler = state.samplers.get(id).filter(|_| *id != self.direct);
         let record = sampler.map(|sampler| sampler.record.clone());
         record.ok_or_else(|| unknown("sampling_session_id", &id.0))
     }
@@ -425,17 +517,21 @@ impl Queues {
         let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
         let seq = seq.unwrap_or(sampler.next);
         let request = RequestId::Sample(id.clone(), seq);
-        let is_retrieved = sampler.retrieved.iter().any(|(done, _)| *done == seq);
-        let is_done = is_retrieved || sampler.done.contains_key(&seq);
-        if is_done || sampler.pending.contains(&seq) {
+        let mut done = sampler.retrieved.iter().chain(&sampler.done);
+        if sampler.pending.contains_key(&seq) || done.any(|(done, _)| *done == seq) {
             return Ok(request);
         }
         if sampler.pending.len() >= self.max_waiting {
             return Err(too_many(self.max_waiting));
         }
         sampler.next = sampler.next.max(seq.saturating_add(1));
-        sampler.pending.insert(seq);
-        sampler.waiting.push_back((seq, work(&request)));
+        let ticket = sampler.next_ticket;
+        sampler.next_ticket += 1;
+        sampler.pending.insert(seq, ticket);
+        let work = work(&request);
+        sampler
+            .waiting
+            .push_back(SampleRequest { seq, ticket, work });
         state.add_turn(Queue::Sampler(id.clone()));
         self.has_work.notify_one();
         Ok(request)
@@ -447,9 +543,9 @@ impl Queues {
             return;
         };
         if let Some(sampler) = self.state().samplers.get_mut(sampler) {
-            sampler.waiting.retain(|(waiting, _)| waiting != seq);
+            sampler.waiting.retain(|waiting| waiting.seq != *seq);
             sampler.pending.remove(seq);
-            sampler.done.remove(seq);
+            sampler.done.retain(|(done, _)| done != seq);
             sampler.retrieved.retain(|(done, _)| done != seq);
         }
         self.results.send_modify(|count| *count += 1);
@@ -507,10 +603,9 @@ impl Queues {
         let mut state = self.state();
         if let Some(model) = state.models.get_mut(id) {
             model.waiting.remove(&seq);
-            model.stored.remove(&seq);
             model.done.insert(seq);
             model.next = seq + 1;
-            if model.stored.contains(&model.next) {
+            if model.is_ready() {
                 state.add_turn(Queue::Model(id.clone()));
             }
         }
@@ -521,14 +616,15 @@ impl Queues {
 
     /// Publishes a sampling request's result, unless it was canceled. If nobody retrieves results,
     /// the oldest are dropped.
-    pub(crate) fn finish_samples(&self, id: &SamplerId, seq: u64, outcome: Outcome) {
+    pub(crate) fn finish_samples(&self, id: &SamplerId, request: &SampleRequest, outcome: Outcome) {
         let mut state = self.state();
         if let Some(sampler) = state.samplers.get_mut(id)
-            && sampler.pending.remove(&seq)
+            && sampler.is_pending(request)
         {
-            sampler.done.insert(seq, Arc::new(outcome));
+            sampler.pending.remove(&request.seq);
+            sampler.done.push_back((request.seq, Arc::new(outcome)));
             if sampler.done.len() > self.max_waiting {
-                sampler.done.pop_first();
+                sampler.done.pop_front();
             }
         }
         drop(state);
@@ -537,8 +633,8 @@ impl Queues {
 
     /// Publishes a failure for a turn's requests without a result.
     pub(crate) fn fail_samples(&self, turn: &SampleTurn, message: &str) {
-        for (seq, _) in &turn.requests {
-            self.finish_samples(&turn.sampler, *seq, Outcome::Failed(message.to_owned()));
+        for request in &turn.requests {
+            self.finish_samples(&turn.sampler, request, Outcome::Failed(message.to_owned()));
         }
     }
 
@@ -546,9 +642,11 @@ impl Queues {
     /// were canceled.
     pub(crate) fn is_over(&self, turn: &SampleTurn) -> bool {
         let state = self.state();
-        let sampler = state.samplers.get(&turn.sampler);
-        let is_pending = |seq| sampler.is_some_and(|sampler| sampler.pending.contains(seq));
-        state.is_stopped || !turn.requests.iter().any(|(seq, _)| is_pending(seq))
+        let is_pending = state.samplers.get(&turn.sampler).is_some_and(|sampler| {
+            let mut requests = turn.requests.iter();
+            requests.any(|request| sampler.is_pending(request))
+        });
+        state.is_stopped || !is_pending
     }
 
     /// Returns a receiver that changes with each result.
@@ -570,7 +668,7 @@ impl Queues {
             }
             RequestId::Sample(sampler, seq) => {
                 let sampler = state.samplers.get(sampler);
-                sampler.is_some_and(|sampler| sampler.pending.contains(seq))
+                sampler.is_some_and(|sampler| sampler.pending.contains_key(seq))
             }
         };
         match &state.failure {
@@ -582,43 +680,30 @@ impl Queues {
     /// Returns a request's result. `None` if the server has none, or no longer: the client must
     /// send the request again.
     pub(crate) fn retrieve(&self, id: &RequestId) -> Result<Option<Arc<Outcome>>, Refusal> {
-        let mut state = self.state();
         match id {
             RequestId::Train(id, seq) => {
-                let model = state.models.get_mut(id);
-                let Some(model) = model.filter(|model| model.done.contains(seq)) else {
+                let is_done = |model: &Model| model.done.contains(seq);
+                if !self.state().models.get(id).is_some_and(is_done) {
                     return Ok(None);
-                };
-                let old = retrieve(&mut model.retrieved, *seq);
-                // The last result says where a server that starts again continues.
-                let old = old.filter(|old| old + 1 != model.next);
-                if let Some(old) = old {
-                    model.done.remove(&old);
                 }
-                drop(state);
+                // Read first: once it is noted, others that are retrieved may remove it.
+                let answered = self.store.read_result(id, *seq).map_err(internal)?;
+                let old = {
+                    let mut state = self.state();
+                    let model = state.models.get_mut(id);
+                    model.and_then(|model| model.retrieve(*seq))
+                };
                 if let Some(old) = old {
                     self.store.remove_result(id, old).map_err(internal)?;
                 }
-                let answered = self.store.read_result(id, *seq).map_err(internal)?;
                 Ok(answered.map(|answered| Arc::new(answered.outcome)))
             }
             RequestId::Sample(id, seq) => {
+                let mut state = self.state();
                 let sampler = state.samplers.get_mut(id);
                 Ok(sampler.and_then(|sampler| sampler.retrieve(*seq)))
             }
         }
-    }
-}
-
-/// Notes that a result was retrieved. Returns one that need not be kept any longer.
-fn retrieve(retrieved: &mut VecDeque<u64>, seq: u64) -> Option<u64> {
-    if !retrieved.contains(&seq) {
-        retrieved.push_back(seq);
-    }
-    if retrieved.len() > KEPT_RESULTS {
-        retrieved.pop_front()
-    } else {
-        None
     }
 }
 
@@ -648,25 +733,23 @@ impl State {
             Queue::Model(id) => {
                 let model = self.models.get(&id)?;
                 let next = model.next;
-                model
-                    .stored
-                    .contains(&next)
-                    .then_some(Turn::Train(id, next))
+                model.is_ready().then_some(Turn::Train(id, next))
             }
             Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
                 let sampler = self.samplers.get_mut(&id)?;
-                let (_, first) = sampler.waiting.front()?;
-                let (weights, sampling) = (first.weights.clone(), first.sampling.clone());
-                let mut requests: Vec<(u64, SampleWork)> = Vec::new();
-                let mut samples = 0;
-                while let Some((_, work)) = sampler.waiting.front() {
-                    let fits = requests.is_empty() || samples + work.num_samples <= max_samples;
-                    if !fits || work.weights != weights || work.sampling != sampling {
-                        break;
+                let first = sampler.waiting.pop_front()?;
+                let mut samples = first.work.num_samples;
+                let mut requests = vec![first];
+                for request in std::mem::take(&mut sampler.waiting) {
+                    let (work, first) = (&request.work, &requests[0].work);
+                    let is_equal = work.weights == first.weights && work.sampling == first.sampling;
+                    if is_equal && samples + work.num_samples <= max_samples {
+                        samples += work.num_samples;
+                        requests.push(request);
+                    } else {
+                        sampler.waiting.push_back(request);
                     }
-                    samples += work.num_samples;
-                    requests.extend(sampler.waiting.pop_front());
                 }
                 if !sampler.waiting.is_empty() {
                     self.add_turn(Queue::Sampler(id.clone()));
@@ -682,8 +765,23 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
+    use candle_grpo_train::SamplingConfig;
+    use rstest::rstest;
+    use tempfile::TempDir;
+
     use super::*;
     use crate::store::Start;
+
+    /// Returns queues with a session.
+    fn queues(max_waiting: usize) -> (TempDir, Queues, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), max_waiting).unwrap();
+        let session = "0".repeat(32);
+        queues.add_session(session.clone());
+        (folder, queues, session)
+    }
 
     fn record() -> ModelRecord {
         ModelRecord {
@@ -694,54 +792,289 @@ mod tests {
         }
     }
 
+    fn model(session: &str, number: u64) -> ModelId {
+        ModelId {
+            session: session.to_owned(),
+            number,
+        }
+    }
+
+    fn work(text: &str) -> Work {
+        Work::Refused(text.to_owned())
+    }
+
+    /// Executes the next request of a model, and returns it.
+    fn train(queues: &Queues) -> (u64, u64) {
+        let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
+            panic!("no training request");
+        };
+        let request = StoredRequest::new(&work("")).unwrap();
+        let answered = Answered {
+            digest: request.digest(),
+            outcome: Outcome::Refused(seq.to_string()),
+        };
+        queues.finish_training(&id, seq, &answered).unwrap();
+        (id.number, seq)
+    }
+
+    /// Adds a sampling session of the base model.
+    fn sampler(queues: &Queues, session: &str) -> SamplerId {
+        let record = SamplerRecord { model_path: None };
+        queues.add_sampler(session, 0, record).unwrap()
+    }
+
+    fn promise(
+        queues: &Queues,
+        sampler: &SamplerId,
+        seq: u64,
+        temperature: f64,
+    ) -> Result<RequestId, Refusal> {
+        queues.promise_samples(sampler, Some(seq), |_| SampleWork {
+            weights: SamplerRecord { model_path: None },
+            prompt: vec![1],
+            num_samples: 1,
+            seed: 1,
+            max_new_tokens: 1,
+            prompt_log_probs: None,
+            sampling: SamplingConfig {
+                temperature,
+                ..SamplingConfig::default()
+            },
+        })
+    }
+
+    /// Takes a turn of a sampling session.
+    fn turn(queues: &Queues, max_samples: usize) -> SampleTurn {
+        match queues.next_turn(max_samples) {
+            Some(Turn::Sample(turn)) => turn,
+            _ => panic!("no request for samples"),
+        }
+    }
+
+    fn numbers(turn: &SampleTurn) -> Vec<u64> {
+        turn.requests.iter().map(|request| request.seq).collect()
+    }
+
+    /// Publishes a turn's results, and returns their numbers.
+    fn finish(queues: &Queues, turn: &SampleTurn, text: &str) -> Vec<u64> {
+        queues.fail_samples(turn, text);
+        numbers(turn)
+    }
+
+    /// Returns a result's text.
+    fn text(queues: &Queues, id: &RequestId) -> Option<String> {
+        assert!(!queues.is_pending(id).unwrap());
+        let outcome = queues.retrieve(id).unwrap()?;
+        let (Outcome::Refused(text) | Outcome::Failed(text)) = &*outcome else {
+            panic!("{outcome:?}");
+        };
+        Some(text.clone())
+    }
+
     #[test]
     fn models_take_turns() {
-        let folder = tempfile::tempdir().unwrap();
-        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
-        let session = "0".repeat(32);
-        queues.add_session(session.clone());
-        let ids = [0, 1].map(|number| ModelId {
-            session: session.clone(),
-            number,
-        });
-        for id in &ids {
-            queues.add_model(id, record()).unwrap();
+        let (_folder, queues, session) = queues(9);
+        for number in 0..2 {
+            let id = model(&session, number);
+            queues.add_model(&id, record()).unwrap();
             for seq in 0..2 {
-                let work = Work::Refused(String::new());
-                queues.promise(id, Some(seq), &work).unwrap();
+                queues.promise(&id, Some(seq), &work("")).unwrap();
             }
         }
-        let mut found = Vec::new();
-        for _ in 0..4 {
-            let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
-                panic!("no training request");
-            };
-            let answered = Answered {
-                digest: Digest::default(),
-                outcome: Outcome::Refused(String::new()),
-            };
-            queues.finish_training(&id, seq, &answered).unwrap();
-            found.push((id.number, seq));
-        }
+        let found = [(); 4].map(|()| train(&queues));
         assert_eq!(found, [(0, 0), (1, 0), (0, 1), (1, 1)]);
     }
 
     /// A call that found its session may end after another one has finished it.
     #[test]
     fn a_finished_session_gets_nothing_new() {
-        let folder = tempfile::tempdir().unwrap();
-        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
-        let session = "0".repeat(32);
-        queues.add_session(session.clone());
+        let (_folder, queues, session) = queues(9);
         queues.finish(&session).unwrap();
-        let id = ModelId {
-            session: session.clone(),
-            number: 0,
-        };
-        let refused = queues.add_model(&id, record()).unwrap_err();
+        let refused = queues.add_model(&model(&session, 0), record()).unwrap_err();
         assert_eq!(refused.status, 410);
         let sampler = SamplerRecord { model_path: None };
         let refused = queues.add_sampler(&session, 0, sampler).unwrap_err();
         assert_eq!(refused.status, 410);
+    }
+
+    #[test]
+    fn another_request_cannot_take_the_number_of_one_that_waits() {
+        let (_folder, queues, session) = queues(9);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let first = queues.promise(&id, Some(0), &work("")).unwrap();
+        assert_eq!(queues.promise(&id, Some(0), &work("")).unwrap(), first);
+        let refused = queues.promise(&id, Some(0), &work("other")).unwrap_err();
+        let words =
+            "seq_id: 0, must be the number of one request: another one of this model has it";
+        assert_eq!((refused.status, refused.message.as_str()), (400, words));
+    }
+
+    /// Another promise would have no result.
+    #[test]
+    fn a_request_whose_result_was_dropped_is_refused() {
+        let (_folder, queues, session) = queues(99);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let promises: Vec<RequestId> = (0..=KEPT_RESULTS as u64)
+            .map(|seq| {
+                let promise = queues.promise(&id, Some(seq), &work("")).unwrap();
+                train(&queues);
+                promise
+            })
+            .collect();
+        for (seq, promise) in promises.iter().enumerate() {
+            assert_eq!(text(&queues, promise), Some(seq.to_string()));
+        }
+        assert_eq!(text(&queues, &promises[0]), None);
+        let refused = queues.promise(&id, Some(0), &work("")).unwrap_err();
+        let words = "seq_id: 0, must be at least 65: this request's result was dropped";
+        assert_eq!((refused.status, refused.message.as_str()), (400, words));
+        assert_eq!(
+            queues.promise(&id, Some(1), &work("")).unwrap(),
+            promises[1]
+        );
+    }
+
+    /// Retrieved results make room for later ones only after they were read.
+    #[test]
+    fn results_that_are_retrieved_at_the_same_time_are_all_found() {
+        let (_folder, queues, session) = queues(999);
+        let id = model(&session, 0);
+        queues.add_model(&id, record()).unwrap();
+        let promises: Vec<RequestId> = (0..512)
+            .map(|seq| {
+                let promise = queues.promise(&id, Some(seq), &work("")).unwrap();
+                train(&queues);
+                promise
+            })
+            .collect();
+        let (queues, barrier) = (&queues, &std::sync::Barrier::new(128));
+        thread::scope(|scope| {
+            for promises in promises.chunks(4) {
+                scope.spawn(move || {
+                    barrier.wait();
+                    for promise in promises {
+                        assert!(queues.retrieve(promise).unwrap().is_some(), "{promise}");
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn waiting_requests_for_samples_have_a_limit() {
+        let (_folder, queues, session) = queues(2);
+        let sampler = sampler(&queues, &session);
+        let promise = |seq| promise(&queues, &sampler, seq, 1.);
+        let promises = [0, 1].map(|seq| promise(seq).unwrap());
+        let refused = promise(2).unwrap_err();
+        assert_eq!(refused.status, 429, "{refused:?}");
+        // A repeated request takes no place, and one that runs keeps its own.
+        assert_eq!(promise(1).unwrap(), promises[1]);
+        let begun = turn(&queues, 9);
+        assert_eq!(promise(2).unwrap_err().status, 429);
+        assert_eq!(finish(&queues, &begun, "a"), [0, 1]);
+        assert_eq!(promise(1).unwrap(), promises[1]);
+        promise(2).unwrap();
+        assert_eq!(numbers(&turn(&queues, 9)), [2]);
+        for promise in &promises {
+            assert_eq!(text(&queues, promise).unwrap(), "a");
+        }
+    }
+
+    /// The state in which a request is canceled.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Canceled {
+        Waiting,
+        Running,
+        Done,
+        Retrieved,
+    }
+
+    #[rstest]
+    fn a_canceled_request_has_no_result_and_no_place(
+        #[values(
+            Canceled::Waiting,
+            Canceled::Running,
+            Canceled::Done,
+            Canceled::Retrieved
+        )]
+        canceled: Canceled,
+    ) {
+        let (_folder, queues, session) = queues(1);
+        let sampler = sampler(&queues, &session);
+        let first = promise(&queues, &sampler, 0, 1.).unwrap();
+        let begun = (canceled != Canceled::Waiting).then(|| turn(&queues, 9));
+        if let Some(begun) = &begun {
+            assert!(!queues.is_over(begun));
+            if canceled != Canceled::Running {
+                finish(&queues, begun, "a");
+            }
+        }
+        if canceled == Canceled::Retrieved {
+            assert_eq!(text(&queues, &first).unwrap(), "a");
+        }
+        let waits = queues.results();
+        queues.cancel(&first);
+        assert!(waits.has_changed().unwrap());
+        if let Some(begun) = &begun {
+            assert!(queues.is_over(begun));
+            finish(&queues, begun, "late");
+        }
+        assert_eq!(text(&queues, &first), None);
+        // The same number again is another request, which the turn before does not answer.
+        assert_eq!(promise(&queues, &sampler, 0, 1.).unwrap(), first);
+        if let Some(begun) = &begun {
+            assert!(queues.is_over(begun));
+            finish(&queues, begun, "late");
+        }
+        assert!(queues.is_pending(&first).unwrap());
+        let again = turn(&queues, 9);
+        assert!(!queues.is_over(&again));
+        assert_eq!(finish(&queues, &again, "b"), [0]);
+        assert_eq!(text(&queues, &first).unwrap(), "b");
+    }
+
+    /// Results, not numbers, have an age.
+    #[test]
+    fn the_oldest_result_that_nobody_retrieves_is_dropped() {
+        let (_folder, queues, session) = queues(2);
+        let sampler = sampler(&queues, &session);
+        let promises = [5, 3, 4].map(|seq| {
+            let promise = promise(&queues, &sampler, seq, 1.).unwrap();
+            assert_eq!(finish(&queues, &turn(&queues, 9), "a"), [seq]);
+            promise
+        });
+        let found = promises.map(|promise| text(&queues, &promise).is_some());
+        assert_eq!(found, [false, true, true]);
+    }
+
+    /// A turn takes all equal requests that fit, and the others stay in their order.
+    #[test]
+    fn requests_that_alternate_share_turns() {
+        let (_folder, queues, session) = queues(9);
+        let sampler = sampler(&queues, &session);
+        for seq in 0..8 {
+            let temperature = if seq % 2 == 0 { 1. } else { 2. };
+            promise(&queues, &sampler, seq, temperature).unwrap();
+        }
+        let turns = [(); 4].map(|()| numbers(&turn(&queues, 3)));
+        assert_eq!(turns, [vec![0, 2, 4], vec![1, 3, 5], vec![6], vec![7]]);
+    }
+
+    /// A queue with many requests has one turn, and then the others have theirs.
+    #[test]
+    fn a_long_queue_takes_turns_with_others() {
+        let (_folder, queues, session) = queues(9);
+        let long = sampler(&queues, &session);
+        let record = SamplerRecord { model_path: None };
+        let other = queues.add_sampler(&session, 1, record).unwrap();
+        for seq in 0..3 {
+            promise(&queues, &long, seq, 1.).unwrap();
+        }
+        promise(&queues, &other, 7, 1.).unwrap();
+        let turns = [(); 4].map(|()| numbers(&turn(&queues, 1)));
+        assert_eq!(turns, [[0], [7], [1], [2]]);
     }
 }

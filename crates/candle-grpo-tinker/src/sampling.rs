@@ -12,7 +12,7 @@ use candle_grpo_train::rollout::{
 use candle_grpo_train::{SamplingConfig, TokenBatch};
 
 use crate::base::Base;
-use crate::queue::{Queues, SampleTurn};
+use crate::queue::{Queues, SampleRequest, SampleTurn};
 use crate::store::SamplerRecord;
 use crate::work::{Outcome, SampledTokens};
 
@@ -76,21 +76,21 @@ impl Snapshot {
         queues: &Queues,
     ) -> Result<()> {
         let requests = &turn.requests;
-        let Some((_, first)) = requests.first() else {
+        let Some(first) = requests.first() else {
             return Ok(());
         };
         let sampling = SamplingConfig {
             max_batch_size,
             max_new_tokens: requests
                 .iter()
-                .map(|(_, work)| work.max_new_tokens)
+                .map(|request| request.work.max_new_tokens)
                 .max()
                 .unwrap_or(1),
-            ..first.sampling.clone()
+            ..first.work.sampling.clone()
         };
         let prompts: Vec<PromptRequest<'_>> = requests
             .iter()
-            .map(|(_, work)| PromptRequest {
+            .map(|SampleRequest { work, .. }| PromptRequest {
                 tokens: &work.prompt,
                 seeds: (0..work.num_samples as u64)
                     .map(|sample| CompletionSeed {
@@ -108,11 +108,11 @@ impl Snapshot {
         let places: Vec<(usize, usize)> = requests
             .iter()
             .enumerate()
-            .flat_map(|(request, (_, work))| (0..work.num_samples).map(move |at| (request, at)))
+            .flat_map(|(at, request)| (0..request.work.num_samples).map(move |place| (at, place)))
             .collect();
         let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
             .iter()
-            .map(|(_, work)| vec![None; work.num_samples])
+            .map(|request| vec![None; request.work.num_samples])
             .collect();
         let mut deliver = |place: usize, completion: Completion| {
             let (request, at) = *places
@@ -121,13 +121,14 @@ impl Snapshot {
             samples[request][at] = Some(sampled(completion));
             if samples[request].iter().all(Option::is_some) {
                 let sequences = samples[request].drain(..).flatten().collect();
-                let (seq, work) = &requests[request];
-                let prompt_log_probs = self.prompt_log_probs(work, base.parameters.device())?;
+                let request = &requests[request];
+                let device = base.parameters.device();
+                let prompt_log_probs = self.prompt_log_probs(&request.work, device)?;
                 let outcome = Outcome::Samples {
                     sequences,
                     prompt_log_probs,
                 };
-                queues.finish_samples(&turn.sampler, *seq, outcome);
+                queues.finish_samples(&turn.sampler, request, outcome);
             }
             Ok(())
         };

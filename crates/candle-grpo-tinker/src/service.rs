@@ -12,7 +12,8 @@ use crate::loss::LossFn;
 use crate::queue::{Queues, RequestId, SamplerId, internal};
 use crate::sampling::SampleWork;
 use crate::store::{
-    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, weights_name,
+    ModelId, ModelRecord, SamplerRecord, Start, UNNAMED, WeightsPath, session_name, unnamed,
+    weights_name,
 };
 use crate::wire::request::{
     CreateModel, CreateSampler, Heartbeat, Load, LoraOptions, OfModel, OptimStep, OptimizerKind,
@@ -239,7 +240,7 @@ impl Service {
             ("snapshot", Some(name), _) => named(name, WeightsKind::Sampler, true),
             ("snapshot", None, Some(number)) => Ok(Work::Save(SaveRequest {
                 kind: WeightsKind::Sampler,
-                name: format!("{UNNAMED}{number}"),
+                name: unnamed(number),
                 overwrite: true,
                 sampler: Some(number),
             })),
@@ -399,7 +400,8 @@ impl Service {
             // Clients share this queue, so their numbers are not unique.
             None => {
                 let (base, path) = (request.base_model.as_deref(), request.model_path.as_deref());
-                (SamplerId::direct(), self.sampler_record(base, path)?, None)
+                let weights = self.sampler_record(base, path)?;
+                (queues.direct().clone(), weights, None)
             }
         };
         let work = self.sample_work(weights, &request)?;
@@ -501,7 +503,7 @@ fn named(name: &str, kind: WeightsKind, overwrite: bool) -> Result<Work, Refusal
     }))
 }
 
-/// Returns the seed for a request without one: the same after a restart.
+/// Returns the seed for a request without one, from its id.
 fn seed_of(id: &str) -> u64 {
     let digest = crate::digest(id.as_bytes());
     u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8]))

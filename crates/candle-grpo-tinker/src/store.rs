@@ -3,7 +3,7 @@
 //! ```text
 //! sessions/SESSION/session.json
 //!                  models/N/model.json           adapters and where they start from
-//!                           requests/SEQ         promised requests
+//!                           requests/SEQ         promised requests, and passes since the state
 //!                           results/SEQ          results
 //!                           states/SEQ/          adapters and optimizer before the request SEQ
 //!                           weights/NAME/        save_weights: a PEFT folder with optimizer state
@@ -24,7 +24,7 @@ use candle_grpo_train::run::FolderLock;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::work::{Answered, WeightsKind, Work};
+use crate::work::{Answered, Outcome, WeightsKind, Work};
 
 /// Folder version.
 const VERSION: &str = "1";
@@ -134,6 +134,22 @@ impl WeightsPath {
             name: weights_name(name)?.to_owned(),
         })
     }
+
+    /// Returns the path of unnamed sampler weights.
+    pub(crate) fn unnamed(model: &ModelId, number: u64) -> Self {
+        Self {
+            model: model.clone(),
+            kind: WeightsKind::Sampler,
+            name: unnamed(number),
+        }
+    }
+
+    /// Returns the record for a sampling session with these weights.
+    pub(crate) fn sampler(&self) -> SamplerRecord {
+        SamplerRecord {
+            model_path: Some(self.to_string()),
+        }
+    }
 }
 
 impl std::fmt::Display for WeightsPath {
@@ -189,7 +205,8 @@ pub(crate) struct Store {
 /// A model's requests and results when the server starts.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    pub(crate) requests: BTreeMap<u64, Digest>,
+    /// Digests for requests without a result.
+    pub(crate) waiting: BTreeMap<u64, Digest>,
     /// Sequence numbers with a result.
     pub(crate) results: Vec<u64>,
     /// Sequence number of the first request without a result.
@@ -255,6 +272,11 @@ impl Store {
         self.model(id).join("results").join(seq.to_string())
     }
 
+    fn sampler(&self, session: &str, number: u64) -> PathBuf {
+        let samplers = self.session(session).join("samplers");
+        samplers.join(format!("{number}.json"))
+    }
+
     pub(crate) fn add_session(&self, id: &str) -> Result<()> {
         write(&self.session(id).join("session.json"), b"{}")
     }
@@ -308,8 +330,11 @@ impl Store {
     }
 
     pub(crate) fn add_sampler(&self, session: &str, n: u64, record: &SamplerRecord) -> Result<()> {
-        let samplers = self.session(session).join("samplers");
-        write_json(&samplers.join(format!("{n}.json")), record)
+        write_json(&self.sampler(session, n), record)
+    }
+
+    pub(crate) fn remove_sampler(&self, session: &str, n: u64) -> Result<()> {
+        remove_file(&self.sampler(session, n))
     }
 
     /// Stores a promised request.
@@ -327,9 +352,28 @@ impl Store {
         read_record(&self.request(id, seq))
     }
 
-    /// Removes a request that is not needed to restore the model.
+    /// Removes a request whose session was finished meanwhile.
     pub(crate) fn remove_request(&self, id: &ModelId, seq: u64) -> Result<()> {
         remove_file(&self.request(id, seq))
+    }
+
+    /// Removes what a server that starts again need not repeat, after the last request's result.
+    pub(crate) fn settle(
+        &self,
+        id: &ModelId,
+        seq: u64,
+        work: &Work,
+        outcome: &Outcome,
+    ) -> Result<()> {
+        if outcome.starts_state() {
+            self.forget_before(id, seq + 1)
+        } else if work.clears_gradients(outcome) {
+            self.forget_requests_before(id, seq + 1)
+        } else if work.uses_gradients() {
+            Ok(())
+        } else {
+            self.remove_request(id, seq)
+        }
     }
 
     pub(crate) fn add_result(&self, id: &ModelId, seq: u64, answered: &Answered) -> Result<()> {
@@ -344,7 +388,7 @@ impl Store {
         remove_file(&self.result(id, seq))
     }
 
-    /// Reads a model's state record; `None` before the first step.
+    /// Reads a model's state record; `None` if the model was not created.
     pub(crate) fn state_record(&self, id: &ModelId) -> Result<Option<StateRecord>> {
         match numbers(&self.model(id).join("states"))?.last() {
             Some(&next) => read_record(&self.state(id, next).join("record")),
@@ -394,8 +438,8 @@ impl Store {
         Ok(found)
     }
 
-    /// Reads which requests and results a model has. Completes what a killed server left:
-    /// the last result that the state includes, and the removal of its requests.
+    /// Reads which requests and results a model has. Completes what a killed server left: the last
+    /// result that the state includes, and the removal of requests that nothing needs.
     pub(crate) fn recover(&self, id: &ModelId) -> Result<Found> {
         self.remove_leftovers(id)?;
         let mut found = Found::default();
@@ -408,28 +452,35 @@ impl Store {
             self.forget_before(id, state.next)?;
         }
         found.results = numbers(&self.model(id).join("results"))?;
-        found.next = found
-            .results
-            .iter()
-            .map(|seq| seq.saturating_add(1))
-            .fold(found.next, u64::max);
-        for seq in numbers(&self.model(id).join("requests"))? {
+        if let Some(&last) = found.results.last() {
+            found.next = found.next.max(last.saturating_add(1));
+            let work = self.read_request(id, last)?.map(|(_, work)| work);
+            if let (Some(work), Some(answered)) = (work, self.read_result(id, last)?) {
+                self.settle(id, last, &work, &answered.outcome)?;
+            }
+        }
+        let requests = numbers(&self.model(id).join("requests"))?;
+        for seq in requests.into_iter().filter(|&seq| seq >= found.next) {
             let path = self.request(id, seq);
             let mut digest = Digest::default();
             let read = fs::File::open(&path).and_then(|mut file| file.read_exact(&mut digest));
             read.with_context(|| format!("reading {}", path.display()))?;
-            found.requests.insert(seq, digest);
+            found.waiting.insert(seq, digest);
         }
         Ok(found)
     }
 
     /// Removes requests and states before `next`, which the state before `next` includes.
-    pub(crate) fn forget_before(&self, id: &ModelId, next: u64) -> Result<()> {
+    fn forget_before(&self, id: &ModelId, next: u64) -> Result<()> {
         for state in numbers(&self.model(id).join("states"))? {
             if state < next {
                 atomic_file::remove_folder(&self.state(id, state))?;
             }
         }
+        self.forget_requests_before(id, next)
+    }
+
+    fn forget_requests_before(&self, id: &ModelId, next: u64) -> Result<()> {
         for seq in numbers(&self.model(id).join("requests"))? {
             if seq < next {
                 self.remove_request(id, seq)?;
@@ -438,22 +489,27 @@ impl Store {
         Ok(())
     }
 
-    /// Removes a model's unnamed sampler weights except the last `kept`.
-    pub(crate) fn keep_unnamed(&self, id: &ModelId, kept: usize) -> Result<()> {
-        let folder = self.model(id).join(WeightsKind::Sampler.name());
-        let names = names(&folder)?;
+    /// Returns the numbers of a model's unnamed sampler weights, in their order.
+    pub(crate) fn unnamed(&self, id: &ModelId) -> Result<Vec<u64>> {
+        let names = names(&self.model(id).join(WeightsKind::Sampler.name()))?;
         let numbers = names.iter().filter_map(|name| name.strip_prefix(UNNAMED));
         let mut numbers: Vec<u64> = numbers.filter_map(|number| number.parse().ok()).collect();
         numbers.sort_unstable();
-        for number in numbers.iter().rev().skip(kept) {
-            atomic_file::remove_folder(&folder.join(format!("{UNNAMED}{number}")))?;
-        }
-        Ok(())
+        Ok(numbers)
+    }
+
+    pub(crate) fn remove_weights(&self, path: &WeightsPath) -> Result<()> {
+        Ok(atomic_file::remove_folder(&self.weights(path))?)
     }
 }
 
 /// Prefix in the names of unnamed sampler weights, before a number.
 pub(crate) const UNNAMED: &str = "unnamed-";
+
+/// Returns the name of unnamed sampler weights.
+pub(crate) fn unnamed(number: u64) -> String {
+    format!("{UNNAMED}{number}")
+}
 
 fn names(folder: &Path) -> Result<Vec<String>> {
     let entries = match fs::read_dir(folder) {
@@ -510,5 +566,34 @@ fn remove_file(path: &Path) -> Result<()> {
             Err(error).with_context(|| format!("removing {}", path.display()))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("a.b-C_9", true)]
+    #[case(&"a".repeat(128), true)]
+    #[case(&"a".repeat(129), false)]
+    #[case("", false)]
+    #[case(".a", false)]
+    #[case("a/b", false)]
+    #[case("\u{e4}", false)]
+    fn names_of_weights_are_file_names(#[case] name: &str, #[case] is_name: bool) {
+        assert_eq!(weights_name(name).is_ok(), is_name);
+    }
+
+    #[rstest]
+    #[case(&"0f".repeat(16), true)]
+    #[case(&"0".repeat(31), false)]
+    #[case(&"0".repeat(33), false)]
+    #[case(&".".repeat(32), false)]
+    fn ids_of_sessions_have_the_form_of_the_server(#[case] id: &str, #[case] is_name: bool) {
+        assert_eq!(session_name(id).is_some(), is_name);
+        assert_eq!(ModelId::parse(&format!("{id}:train:0")).is_ok(), is_name);
     }
 }

@@ -29,14 +29,18 @@ pub(crate) enum Work {
 }
 
 impl Work {
-    /// Returns whether a model's state after this request needs it, so that a server that starts
-    /// again repeats it.
-    pub(crate) fn changes_model(&self) -> bool {
+    /// Returns whether it adds to the accumulated gradients or uses them.
+    pub(crate) fn uses_gradients(&self) -> bool {
         match self {
             Self::Pass { backward, .. } => *backward,
             Self::OptimStep(_) => true,
             Self::Create | Self::Save(_) | Self::Load { .. } | Self::Refused(_) => false,
         }
+    }
+
+    /// Returns whether its failure clears the accumulated gradients.
+    pub(crate) fn clears_gradients(&self, outcome: &Outcome) -> bool {
+        matches!(outcome, Outcome::Failed(_)) && self.uses_gradients()
     }
 }
 
@@ -103,7 +107,10 @@ pub(crate) enum Outcome {
 impl Outcome {
     /// Returns whether the folder gets the model's state with this result.
     pub(crate) fn starts_state(&self) -> bool {
-        matches!(self, Self::OptimStep { .. } | Self::Loaded { .. })
+        matches!(
+            self,
+            Self::Created { .. } | Self::OptimStep { .. } | Self::Loaded { .. }
+        )
     }
 }
 

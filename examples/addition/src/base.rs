@@ -35,9 +35,6 @@ pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameter
         .id_to_token(END)
         .map(|text| SpecialToken { id: END, text });
     Pretrained {
-        model: settings.model.clone(),
-        parameters,
-        tokenizer: task.tokenizer.clone(),
         special_tokens: SpecialTokens {
             eos: end.clone(),
             // Other programs pad rows.
@@ -45,10 +42,7 @@ pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameter
             stop_token_ids: vec![END],
             ..SpecialTokens::default()
         },
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(settings.model.clone(), parameters, task.tokenizer.clone())
     }
 }
 

@@ -19,7 +19,7 @@ use candle_grpo_nn::{
     AdamW, AdamWConfig, DecoderConfig, Gradients, PackedTokens, Parameters, SequenceClassifier,
     SequenceClassifierConfig,
 };
-use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
 use candle_grpo_train::{Pretrained, Prompt, SamplingConfig, TrainConfig, Trainer, TrainerParts};
 use rand::rngs::StdRng;
@@ -176,16 +176,7 @@ fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
         ..TrainConfig::default()
     };
     let policy = Parameters::init(&decoder(), seed ^ 1, device)?;
-    let pretrained = Pretrained {
-        model: decoder(),
-        parameters: policy.clone(),
-        tokenizer: tokenizer.clone(),
-        special_tokens: SpecialTokens::default(),
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
-    };
+    let pretrained = Pretrained::new(decoder(), policy.clone(), tokenizer.clone());
     pretrained.save(Path::new(&format!("{}-policy", folder.display())))?;
     let reward = RewardModel::load(RewardModelConfig::new(folder), device)?;
     let mut trainer = Trainer::new(TrainerParts::new(

@@ -12,19 +12,18 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candle_core::Device;
 use candle_grpo_agents::Agents;
-use candle_grpo_bench::median;
+use candle_grpo_bench::{median, small_model};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::environment::{
     AgentConfig, CallContext, EnvironmentLimits, Environments, Tool, ToolEnvironments, ToolFormat,
 };
-use candle_grpo_train::model::{Chat, character_tokenizer};
+use candle_grpo_train::model::Chat;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::{
     Completion, CompletionSeed, Play, PromptRequest, Rollout, Trajectories,
 };
-use candle_grpo_train::{ChatTemplate, FinishReason, Prompt, Sampler, SamplingConfig};
+use candle_grpo_train::{ChatTemplate, FinishReason, Pretrained, Prompt, Sampler, SamplingConfig};
 use clap::Parser;
 use mimalloc::MiMalloc;
 use serde_json::{Value, json};
@@ -103,13 +102,12 @@ struct Task {
 
 impl Task {
     fn new() -> Result<Self> {
-        let tokenizer = character_tokenizer("0123456789*=\n ")?;
-        let model: DecoderConfig = serde_json::from_value(json!({
-            "model_type": "llama", "vocab_size": 15, "hidden_size": 128,
-            "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 1024,
-            "tie_word_embeddings": false,
-        }))?;
+        let Pretrained {
+            model,
+            parameters,
+            tokenizer,
+            ..
+        } = small_model()?;
         let template = ChatTemplate::new(TEMPLATE)?;
         let schemas = json!(Self::tools()?.schemas());
         let prompt = |index: usize| {
@@ -125,8 +123,8 @@ impl Task {
         };
         Ok(Self {
             prompts: (0..PROMPTS).map(prompt).collect::<Result<_>>()?,
-            parameters: Parameters::init(&model, 3, &Device::Cpu)?,
             model,
+            parameters,
             tokenizer,
             template,
         })

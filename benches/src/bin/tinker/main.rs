@@ -14,14 +14,12 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use candle_core::Device;
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_bench::{median, small_model};
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use candle_grpo_train::Pretrained;
 use candle_grpo_train::learn::TargetRow;
-use candle_grpo_train::model::{GenerationDefaults, SpecialTokens, character_tokenizer};
 use clap::Parser;
 use mimalloc::MiMalloc;
-use serde_json::json;
 
 use direct::Direct;
 use remote::{Client, MODEL};
@@ -74,28 +72,6 @@ struct Drawn {
     log_probs: Vec<f32>,
 }
 
-/// A model with 0.3 million parameters.
-fn small() -> Result<Pretrained> {
-    let model: DecoderConfig = serde_json::from_value(json!({
-        "model_type": "llama", "vocab_size": 15, "hidden_size": 128,
-        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": false,
-    }))?;
-    Ok(Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu)?,
-        model,
-        tokenizer: character_tokenizer("0123456789*=\n ")?,
-        special_tokens: SpecialTokens {
-            stop_token_ids: vec![0],
-            ..SpecialTokens::default()
-        },
-        generation: GenerationDefaults::default(),
-        chat_template: None,
-        license: None,
-        form: None,
-    })
-}
-
 /// The prompts of a step.
 fn prompts() -> Vec<Vec<u32>> {
     let prompt = |at: u32| vec![1, 2 + at, 3, 2 + at, 4, 5, 6, 7];
@@ -129,11 +105,6 @@ fn rows(prompt: &[u32], group: &[Drawn]) -> Vec<TargetRow> {
         }
     });
     rows.collect()
-}
-
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn timed<T>(run: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
@@ -190,7 +161,7 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let pretrained = match &args.model {
         Some(folder) => Pretrained::load(folder, &Device::Cpu)?,
-        None => small()?,
+        None => small_model()?,
     };
     let folder = tempfile::tempdir()?;
     let config = TinkerConfig {
@@ -210,7 +181,7 @@ fn main() -> Result<()> {
     println!("| loop | milliseconds per step | relative |");
     println!("| --- | ---: | ---: |");
     let ratios = all[1].iter().zip(&all[0]);
-    let ratio = median(ratios.map(|(through, alone)| through / alone).collect());
+    let ratio = median(ratios.map(|(through, alone)| through / alone));
     let [alone, through] = all.map(|seconds| median(seconds) * 1e3);
     println!("| without a server | {alone:.1} | 1.00 |");
     println!("| through the API | {through:.1} | {ratio:.2} |");

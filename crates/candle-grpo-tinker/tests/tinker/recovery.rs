@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
+use candle_grpo_train::Pretrained;
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-use super::running::{MODEL, Running, example, pass, pretrained, step};
+use super::running::{MODEL, Running, example, numbers, pass, pretrained, step, tokens};
 
 /// The contents of all files, and the directories, by path.
 type Files = BTreeMap<PathBuf, Option<Vec<u8>>>;
@@ -70,11 +71,32 @@ fn bodies(model: &str) -> Vec<(&'static str, Value)> {
         }
         bodies.push(("optim_step", step(model, seq + 2)));
     }
-    bodies.push((
-        "forward",
-        pass(model, 13, "cross_entropy", &[example(&texts[2])]),
-    ));
+    let good = |seq| pass(model, seq, "cross_entropy", &[example(&texts[2])]);
+    bodies.push(("forward", good(13)));
+    // A pass and a step that fail clear the gradients.
+    let wrong = pass(model, 15, "importance_sampling", &[not_finite()]);
+    let mut wrong_step = step(model, 19);
+    wrong_step["adam_params"]["beta1"] = json!(2.);
+    bodies.extend([
+        ("forward_backward", good(14)),
+        ("forward_backward", wrong),
+        ("forward_backward", good(16)),
+        ("optim_step", step(model, 17)),
+        ("forward_backward", good(18)),
+        ("optim_step", wrong_step),
+        ("optim_step", step(model, 20)),
+        ("forward", good(21)),
+    ]);
     bodies
+}
+
+/// An example for `importance_sampling` whose ratio is too large.
+fn not_finite() -> Value {
+    let mut example = example(&[1, 2]);
+    example["loss_fn_inputs"] = json!({
+        "target_tokens": tokens(&[2]), "logprobs": numbers(&[-1000.]), "advantages": numbers(&[1.]),
+    });
+    example
 }
 
 /// The folder after each request is what a server leaves that is killed there. Another server
@@ -88,6 +110,15 @@ fn a_server_continues_after_any_request() {
     let mut expected = Vec::new();
     for (call, body) in bodies(&model) {
         expected.push(server.call(call, &body));
+        // The client gets an error for these.
+        let has_failed = [5, 15, 19, 20]
+            .map(|seq| json!(seq))
+            .contains(&body["seq_id"]);
+        assert_eq!(
+            expected[expected.len() - 1]["error"].is_string(),
+            has_failed,
+            "{body}"
+        );
         let copied = tempdir().unwrap();
         copy(folder.path(), copied.path());
         copies.push(copied);
@@ -211,6 +242,203 @@ fn samples_must_be_sent_again() {
     assert_eq!(server.call("asample", &request), expected);
 }
 
+/// A client that asks for its samples does not get those of another client.
+#[test]
+fn samples_without_a_sampling_session_have_other_ids_after_a_restart() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let body = json!({
+        "base_model": MODEL, "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 4},
+    });
+    let first = server.post("asample", &body);
+    server.result(&first);
+    drop(server);
+    let server = Running::start(folder.path());
+    server.call("asample", &body);
+    assert_eq!(server.try_result(&first).status, 410);
+}
+
+/// Returns a base model whose passes fail: their loss is not a number.
+fn broken() -> Pretrained {
+    let pretrained = pretrained();
+    let output = pretrained.parameters.get("lm_head.weight").unwrap();
+    let broken = (output.as_detached_tensor() * f64::NAN).unwrap();
+    output.set(&broken).unwrap();
+    pretrained
+}
+
+/// The client got an error for the pass, so its gradient must not count.
+#[test]
+fn a_pass_that_failed_is_not_repeated() {
+    let folder = tempdir().unwrap();
+    let config = || TinkerConfig::new(folder.path(), MODEL);
+    let server = Running::serve(config(), broken());
+    let model = server.new_model();
+    let data = [example(&[1, 2, 3, 4])];
+    let failed = server.call("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    assert!(failed["error"].is_string(), "{failed}");
+    drop(server);
+    // It would succeed here.
+    let server = Running::serve(config(), pretrained());
+    let failed = server.call("optim_step", &step(&model, 2));
+    let error = failed["error"].as_str().unwrap();
+    assert!(error.contains("gradient"), "{error}");
+}
+
+/// A server that is killed between a failure and the removal of the requests whose gradients it
+/// cleared completes it when it starts.
+#[test]
+fn a_failure_clears_the_gradients_of_the_next_server() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4])];
+    let model_folder = folder
+        .path()
+        .join("sessions")
+        .join(&session)
+        .join("models/0");
+    let requests = model_folder.join("requests");
+    // It waits for the second.
+    let wrong = pass(&model, 3, "importance_sampling", &[not_finite()]);
+    let wrong = server.post("forward_backward", &wrong);
+    server.call("forward_backward", &pass(&model, 1, "cross_entropy", &data));
+    let files = ["1", "3"].map(|name| (name, fs::read(requests.join(name)).unwrap()));
+    server.call("forward", &pass(&model, 2, "cross_entropy", &data));
+    assert!(server.result(&wrong)["error"].is_string());
+    drop(server);
+    assert!(names(&requests).is_empty());
+    for (name, bytes) in files {
+        fs::write(requests.join(name), bytes).unwrap();
+    }
+    let server = Running::start(folder.path());
+    assert!(names(&requests).is_empty());
+    let failed = server.call("optim_step", &step(&model, 4));
+    let error = failed["error"].as_str().unwrap();
+    assert!(error.contains("gradient"), "{error}");
+}
+
+/// The client got the pass's result: a server that cannot repeat it makes no step without its
+/// gradient.
+#[test]
+fn a_pass_that_cannot_be_repeated_ends_the_engine() {
+    let folder = tempdir().unwrap();
+    let config = || TinkerConfig::new(folder.path(), MODEL);
+    let data = [example(&[1, 2, 3, 4])];
+    let server = Running::serve(config(), pretrained());
+    let models = [0, 1].map(|_| server.new_model());
+    for model in &models {
+        server.call("forward_backward", &pass(model, 1, "cross_entropy", &data));
+    }
+    let expected = server.call("optim_step", &step(&models[0], 2));
+    drop(server);
+    let server = Running::serve(config(), broken());
+    let failed = server.try_result(&server.post("optim_step", &step(&models[1], 2)));
+    assert_eq!(failed.status, 503, "{failed:?}");
+    let words = "repeating the request 1";
+    assert!(failed.detail().contains(words), "{}", failed.detail());
+    drop(server);
+    let server = Running::serve(config(), pretrained());
+    let found = server.call("optim_step", &step(&models[1], 2));
+    assert_eq!(
+        found["metrics"]["learning_rate"],
+        expected["metrics"]["learning_rate"]
+    );
+    assert!(found["metrics"]["grad_norm"].as_f64().unwrap() > 0.);
+}
+
+/// Only a pass or a step clears gradients when it fails.
+#[test]
+fn a_save_that_fails_keeps_the_gradients() {
+    let folder = tempdir().unwrap();
+    let mut server = Running::start(folder.path());
+    let models = [0, 1].map(|_| server.new_model());
+    let data = [example(&[1, 2, 3, 4])];
+    for (at, model) in models.iter().enumerate() {
+        server.call("forward_backward", &pass(model, 1, "cross_entropy", &data));
+        let save = |seq: u64| json!({"model_id": model, "path": "a", "seq_id": seq});
+        server.call("save_weights", &save(2));
+        let failed = server.call("save_weights", &save(3));
+        assert!(failed["error"].is_string(), "{failed}");
+        if at == 1 {
+            drop(server);
+            server = Running::start(folder.path());
+        }
+        let stepped = server.call("optim_step", &step(model, 4));
+        assert!(stepped["metrics"]["grad_norm"].as_f64().unwrap() > 0.);
+    }
+}
+
+/// A request has no result if the state before it cannot be read. The next server executes it.
+#[test]
+fn a_state_that_cannot_be_read_is_reported() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4])];
+    let body = |seq| pass(&model, seq, "cross_entropy", &data);
+    server.call("forward_backward", &body(1));
+    server.call("optim_step", &step(&model, 2));
+    let expected = server.call("forward", &body(3));
+    drop(server);
+    let sessions = folder.path().join("sessions");
+    let optimizer = sessions
+        .join(&session)
+        .join("models/0/states/3/optimizer.safetensors");
+    let bytes = fs::read(&optimizer).unwrap();
+    fs::write(&optimizer, b"not an optimizer").unwrap();
+    let server = Running::start(folder.path());
+    let failed = server.try_result(&server.post("forward", &body(4)));
+    assert_eq!(failed.status, 503, "{failed:?}");
+    assert!(failed.detail().contains("optimizer"), "{}", failed.detail());
+    drop(server);
+    fs::write(&optimizer, bytes).unwrap();
+    let server = Running::start(folder.path());
+    assert_eq!(server.call("forward", &body(4)), expected);
+}
+
+/// A model exists if the request that creates it succeeds, and then needs no other files.
+#[test]
+fn a_model_exists_if_its_creation_succeeds() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let data = [example(&[1, 2, 3, 4])];
+    let forward = |server: &Running, model: &str, seq| {
+        server.call("forward", &pass(model, seq, "cross_entropy", &data))
+    };
+    let expected = forward(&server, &model, 1);
+    // These have no optimizer state.
+    let save = json!({"model_id": model, "path": "a", "seq_id": 2});
+    let path = server.call("save_weights_for_sampler", &save)["path"].clone();
+    let created = [false, true].map(|optimizer| {
+        let load = json!({
+            "session_id": session, "model_seq_id": 1 + u64::from(optimizer), "path": path,
+            "optimizer": optimizer,
+        });
+        server.call("load_weights", &load)
+    });
+    assert_eq!(created[0]["path"], path);
+    assert!(created[1]["error"].is_string(), "{}", created[1]);
+    drop(server);
+    let saved = folder.path().join("sessions").join(&session);
+    fs::remove_dir_all(saved.join("models/0/sampler_weights/a")).unwrap();
+    let server = Running::start(folder.path());
+    for seq in 1..3 {
+        let failed = forward(&server, &format!("{session}:train:2"), seq);
+        let words = "the model does not exist: the request that creates it has failed";
+        assert_eq!(failed["error"], words, "{failed}");
+        assert_eq!(
+            forward(&server, &format!("{session}:train:1"), seq),
+            expected
+        );
+    }
+}
+
 #[test]
 fn unknown_requests_are_refused() {
     let folder = tempdir().unwrap();
@@ -255,7 +483,7 @@ fn a_folder_that_cannot_be_written_is_reported() {
 }
 
 /// The names in a folder.
-fn names(folder: &Path) -> Vec<String> {
+pub(crate) fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
     let mut names: Vec<String> = entries
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())

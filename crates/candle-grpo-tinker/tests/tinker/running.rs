@@ -7,7 +7,7 @@ use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_test_support::TINY_DECODER;
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use candle_grpo_train::Pretrained;
-use candle_grpo_train::model::{GenerationDefaults, SpecialTokens, character_tokenizer};
+use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use serde_json::{Value, json};
 
 /// Name of the model for clients.
@@ -29,18 +29,13 @@ pub(crate) fn base() -> (DecoderConfig, Parameters) {
 /// Returns the base model with its tokenizer.
 pub(crate) fn pretrained() -> Pretrained {
     let (model, parameters) = base();
+    let tokenizer = character_tokenizer("abcdefghijk").unwrap();
     Pretrained {
-        model,
-        parameters,
-        tokenizer: character_tokenizer("abcdefghijk").unwrap(),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
-        generation: GenerationDefaults::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     }
 }
 

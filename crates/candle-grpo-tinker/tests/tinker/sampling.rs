@@ -1,7 +1,5 @@
 //! Samples.
 
-use std::thread;
-
 use candle_grpo_tinker::TinkerConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -159,26 +157,6 @@ fn each_sample_has_an_id() {
     assert_eq!(server.post("asample", &body), promise);
 }
 
-#[test]
-fn waiting_requests_have_a_limit() {
-    let folder = tempdir().unwrap();
-    let server = Running::with(TinkerConfig {
-        max_waiting: 2,
-        ..TinkerConfig::new(folder.path(), MODEL)
-    });
-    let sampler = sampler(&server);
-    let body = |seq| request(&sampler, seq, json!({"max_tokens": 1}));
-    let first = server.occupy();
-    let promises = [0, 1].map(|seq| server.post("asample", &body(seq)));
-    let refused = server.try_post("asample", &body(2));
-    assert_eq!(refused.status, 429, "{refused:?}");
-    server.cancel(&first);
-    for promise in &promises {
-        server.result(promise);
-    }
-    server.call("asample", &body(2));
-}
-
 /// A client that ends without its results does not take the place of others.
 #[test]
 fn results_that_nobody_retrieves_are_dropped() {
@@ -243,32 +221,13 @@ fn a_queue_keeps_its_last_retrieved_results() {
 }
 
 #[test]
-fn a_canceled_request_has_no_result_and_no_place() {
+fn a_canceled_request_has_no_result() {
     let folder = tempdir().unwrap();
-    let server = Running::with(TinkerConfig {
-        max_waiting: 2,
-        ..TinkerConfig::new(folder.path(), MODEL)
-    });
-    let (first, second) = (sampler(&server), sampler(&server));
-    let body = |sampler: &Value, seq| request(sampler, seq, json!({"max_tokens": 1}));
-    let running = server.occupy();
-    let waiting = server.post("asample", &body(&first, 0));
-    thread::scope(|scope| {
-        let retrieved = scope.spawn(|| server.try_result(&waiting));
-        server.cancel(&waiting);
-        let gone = retrieved.join().unwrap();
-        assert_eq!(gone.status, 410, "{gone:?}");
-    });
-    // One that runs, too, and one with a result.
-    server.cancel(&running);
-    assert_eq!(server.try_result(&running).status, 410);
-    let done = [1, 2].map(|seq| server.post("asample", &body(&first, seq)));
-    server.call("asample", &body(&second, 0));
-    for promise in &done {
-        server.cancel(promise);
-        assert_eq!(server.try_result(promise).status, 410);
-    }
-    server.call("asample", &body(&first, 3));
+    let server = Running::start(folder.path());
+    let promise = server.post("asample", &direct(&Value::Null));
+    server.result(&promise);
+    server.cancel(&promise);
+    assert_eq!(server.try_result(&promise).status, 410);
 }
 
 #[test]
@@ -295,6 +254,20 @@ fn requests_without_a_sampling_session_have_numbers_of_their_own() {
         found["sequences"].as_array().unwrap().len()
     });
     assert_eq!(samples, [1, 2]);
+}
+
+/// Only requests without one are in their queue.
+#[test]
+fn the_queue_for_requests_without_a_sampling_session_is_none() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let promise = server.post("asample", &direct(&Value::Null));
+    let id = promise["request_id"].as_str().unwrap();
+    let queue = id.rsplit_once('#').unwrap().0;
+    let body = request(&json!(queue), u64::MAX, json!({"max_tokens": 1}));
+    let refused = server.try_post("asample", &body);
+    let words = format!("sampling_session_id: {queue}, must be one that this server returned");
+    assert_eq!((refused.status, refused.detail()), (404, words));
 }
 
 #[test]

@@ -8,6 +8,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::{TempDir, tempdir};
 
+use super::recovery::names;
 use super::running::{MODEL, Running, example, pass, pretrained, step};
 
 /// The folder of a session's models.
@@ -382,7 +383,7 @@ fn weights_with_other_adapters_are_not_loaded_into_a_model() {
     };
     let failed = load(2, &path);
     let words = format!(
-        "path: {}, must have the adapters of the model (rank 4)",
+        "path: {}, must have the adapters of the model (rank 4, train_attn: true, train_mlp: true)",
         path.as_str().unwrap()
     );
     assert_eq!(failed["error"], words, "{failed}");
@@ -449,14 +450,49 @@ fn a_model_keeps_its_last_unnamed_weights() {
         assert_eq!(saved["path"], Value::Null);
     }
     let saved = models(&folder, &session).join("0/sampler_weights");
-    let names = std::fs::read_dir(saved).unwrap();
-    let mut names: Vec<String> = names
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    let mut expected: Vec<String> = (2..18).map(|number| format!("unnamed-{number}")).collect();
-    expected.sort();
-    assert_eq!(names, expected);
+    let expected = |prefix: &str, suffix: &str| {
+        let names = (2..18).map(|number| format!("{prefix}{number}{suffix}"));
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&saved), expected("unnamed-", ""));
+    // Their sampling sessions have the same end.
+    let samplers = folder
+        .path()
+        .join("sessions")
+        .join(&session)
+        .join("samplers");
+    assert_eq!(names(&samplers), expected("", ".json"));
+    let sample = |server: &Running, number: u64| {
+        let body = json!({
+            "sampling_session_id": format!("{session}:sample:{number}"), "seq_id": 0,
+            "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1},
+        });
+        server.try_post("asample", &body).status
+    };
+    assert_eq!([1, 2].map(|number| sample(&server, number)), [404, 200]);
+    drop(server);
+    let server = Running::start(folder.path());
+    assert_eq!([1, 2].map(|number| sample(&server, number)), [404, 200]);
+}
+
+#[test]
+fn unnamed_weights_are_not_saved_for_the_number_of_another_sampling_session() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let session = server.session();
+    let model = server.model(&session, 0, 1);
+    let create = json!({
+        "session_id": session, "sampling_session_seq_id": 3, "base_model": MODEL,
+    });
+    server.post("create_sampling_session", &create);
+    let save = json!({"model_id": model, "seq_id": 1, "sampling_session_seq_id": 3});
+    let failed = server.call("save_weights_for_sampler", &save);
+    let words = "sampling_session_seq_id: 3, must be the number of one sampling session: another one of this session has it";
+    assert_eq!(failed["error"], words, "{failed}");
+    let saved = models(&folder, &session).join("0/sampler_weights");
+    assert!(!saved.exists());
 }
 
 #[test]

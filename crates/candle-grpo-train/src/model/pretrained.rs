@@ -84,6 +84,20 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
+    /// Returns a model without special tokens, recommended options, a chat template or a license.
+    pub fn new(model: DecoderConfig, parameters: Parameters, tokenizer: Tokenizer) -> Self {
+        Self {
+            model,
+            parameters,
+            tokenizer,
+            special_tokens: SpecialTokens::default(),
+            generation: GenerationDefaults::default(),
+            chat_template: None,
+            license: None,
+            form: None,
+        }
+    }
+
     /// Reads a GGUF file, or a Hugging Face folder with safetensors files.
     ///
     /// # Errors

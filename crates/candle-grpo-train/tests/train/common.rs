@@ -79,17 +79,11 @@ pub(crate) fn drawn_parameters(model: &DecoderConfig, seed: u64, device: &Device
 
 pub(crate) fn pretrained() -> Pretrained {
     Pretrained {
-        model: model(),
-        parameters: parameters(),
-        tokenizer: tokenizer(),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![END],
             ..SpecialTokens::default()
         },
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(model(), parameters(), tokenizer())
     }
 }
 

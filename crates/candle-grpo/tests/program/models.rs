@@ -37,18 +37,15 @@ pub(crate) fn chat_model(path: &Path, positions: usize) {
         ..model()
     };
     let alphabet: String = (' '..='~').collect();
+    let parameters = Parameters::init(&model, 3, &Device::Cpu).unwrap();
+    let tokenizer = character_tokenizer(&alphabet).unwrap();
     let pretrained = Pretrained {
-        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
-        model,
-        tokenizer: character_tokenizer(&alphabet).unwrap(),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
-        generation: Default::default(),
         chat_template: Some(ChatTemplate::new(TEMPLATE).unwrap()),
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     };
     pretrained.save(path).unwrap();
 }

@@ -75,18 +75,14 @@ pub(crate) fn write_long_model(folder: &Path, alphabet: &str, positions: usize, 
 
 /// [`write_model`] with any model configuration.
 pub(crate) fn write_decoder(folder: &Path, model: DecoderConfig, alphabet: &str, seed: u64) {
+    let parameters = Parameters::init(&model, seed, &Device::Cpu).unwrap();
+    let tokenizer = character_tokenizer(alphabet).unwrap();
     let pretrained = Pretrained {
-        parameters: Parameters::init(&model, seed, &Device::Cpu).unwrap(),
-        model,
-        tokenizer: character_tokenizer(alphabet).unwrap(),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
-        generation: Default::default(),
-        chat_template: None,
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     };
     pretrained.save(folder).unwrap();
 }

@@ -24,18 +24,14 @@ fn chat_model(template: &str) -> Pretrained {
         ..model()
     };
     let id = |name: &str| tokenizer.token_to_id(name).unwrap();
+    let parameters = Parameters::init(&model, 3, device()).unwrap();
     Pretrained {
-        parameters: Parameters::init(&model, 3, device()).unwrap(),
         special_tokens: SpecialTokens {
             stop_token_ids: ["<|im_end|>", "<|eot_id|>", "</s>"].map(id).to_vec(),
             ..SpecialTokens::default()
         },
         chat_template: Some(ChatTemplate::new(template).unwrap()),
-        model,
-        tokenizer,
-        generation: Default::default(),
-        license: None,
-        form: None,
+        ..Pretrained::new(model, parameters, tokenizer)
     }
 }
 
