@@ -52,6 +52,7 @@ pub(crate) const ENGINE_VERSION: &str = "policy-";
 
 const TRAINER_STATE: &[&str] = &[
     "trainer.json",
+    "unfinished_groups.jsonl",
     "policy.safetensors",
     "optimizer.safetensors",
     "reference.safetensors",

@@ -17,7 +17,7 @@ use tokenizers::Tokenizer;
 use super::inputs::prompt_names;
 use crate::NotFinite;
 use crate::checksums::sha256_of_parameters;
-use crate::data::json_lines::read_json;
+use crate::data::json_lines::{read_json, read_json_lines};
 use crate::learn::TrainerState;
 use crate::learn::models::Models;
 use crate::learn::self_teacher::SelfTeacher;
@@ -26,6 +26,8 @@ use crate::owned_files::{CONFIG, WEIGHTS};
 use crate::{Critic, Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
+/// The groups that later steps continue, one per line.
+const UNFINISHED_GROUPS: &str = "unfinished_groups.jsonl";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// The policy weights in f32, if the model's are in another dtype.
 const POLICY: &str = "policy.safetensors";
@@ -40,7 +42,7 @@ const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 const DIVERGED: &str = "the run has diverged and is not saved; resume from the last checkpoint \
     with a lower learning rate";
 
-/// The file for [`TrainerState`].
+/// The file for [`TrainerState`]. Unfinished groups, whose tokens can be many, are in another file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StateFile {
@@ -237,8 +239,18 @@ impl<C: ModelConfig> Models<C> {
             prompt_names(prompts)
         };
         let name = |row: usize| Some((row, names.get(row)?.clone()));
+        let mut state = state.clone();
+        let groups = std::mem::take(&mut state.unfinished_groups);
+        if !groups.is_empty() {
+            let mut lines = Vec::new();
+            for group in groups {
+                serde_json::to_writer(&mut lines, &group)?;
+                lines.push(b'\n');
+            }
+            atomic_file::write(&folder.join(UNFINISHED_GROUPS), &lines)?;
+        }
         let file = StateFile {
-            state: state.clone(),
+            state,
             base_sha256: self.base_sha256()?,
             prompt_names: rows.into_iter().filter_map(name).collect(),
         };
@@ -277,7 +289,9 @@ impl<C: ModelConfig> Models<C> {
         prompts: &[Prompt],
     ) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
-        let file: StateFile = read_json(&folder.join(STATE))?;
+        let mut file: StateFile = read_json(&folder.join(STATE))?;
+        let groups = read_json_lines(&folder.join(UNFINISHED_GROUPS))?;
+        file.state.unfinished_groups.extend(groups);
         ensure_same_parts(&file.state, now)?;
         self.ensure_same_custom(folder)?;
         match (&file.base_sha256, self.base_sha256()?) {

@@ -560,6 +560,11 @@ fn a_resumed_run_continues_the_same_groups(#[case] change: fn(&mut TrainConfig))
         if saved.is_none() && groups.flat_map(|group| &group.completions).any(is_begun) {
             let written = whole.write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32);
             written.unwrap();
+            // A line for each group, apart from the rest of the state.
+            let text = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+            let lines = text("unfinished_groups.jsonl").lines().count();
+            assert_eq!(lines, whole.state().unfinished_groups.len());
+            assert!(!text("trainer.json").contains("drawn_log_probs"));
             saved = Some(step);
         }
     }
