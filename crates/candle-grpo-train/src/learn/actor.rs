@@ -622,6 +622,7 @@ impl<M: LanguageModel> Output<'_, M> {
         if batch.teachers.is_empty() && tokens.has_teacher() {
             bail!("teacher: absent, must be given with a distillation_loss");
         }
+        tokens.ensure_teachers(batch.teachers.keys().map(String::as_str))?;
         let student = OutputLayer {
             logit_cap: self.policy.logit_cap(),
             ..OutputLayer::new(self.states, self.weight)

@@ -12,7 +12,7 @@ use candle_grpo_loss::{
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{Lora, LoraConfig};
 use candle_grpo_test_support::{device, message, stay_on_cpu};
-use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch, TaughtBy};
+use candle_grpo_train::learn::step::{self, Needs, Passes, TaughtBy};
 use candle_grpo_train::learn::{
     MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, SiblingConfig,
     TeacherPart,
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use crate::common::{
     self, assert_ranks_agree, digest, max_difference, model, parameters, parts, pretrained,
-    prompts, run, tokenizer, trainer_of,
+    prompts, run, step_batch, tokenizer, trainer_of,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -93,20 +93,10 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
     let teacher = || Reference::new(&model(), &parameters(), ComputeDType::F32);
     models.learn_from(&TeacherPart::other(teacher()?))?;
     let prompts = prompts(&["abc", "d", "ee"]);
-    let prompts: Vec<&Prompt> = prompts.iter().collect();
-    let sampler = models.sampler(config.sampling.clone())?;
-    let mut groups = step::collect(&sampler, &prompts, config.num_generations, 1)?;
-    step::score(
-        &mut groups,
-        &prompts,
-        &digest,
-        &config.sampling,
-        &tokenizer(),
-    )?;
-    let mut batch = StepBatch::new(groups, &config, device())?;
+    let mut batch = step_batch(&models, &prompts, &config)?;
     let read: [&[u32]; 3] = [&[5, 4, 3, 2, 1], &[2], &[1, 1]];
     let teachers = |own: &[u32]| {
-        let teacher = |(prompt, read): (&&Prompt, &[u32])| TaughtBy {
+        let teacher = |(prompt, read): (&Prompt, &[u32])| TaughtBy {
             prompt: Some(([own, &prompt.tokens].concat(), read.to_vec())),
             ..TaughtBy::default()
         };

@@ -11,8 +11,10 @@ use candle_grpo_loss::{
 };
 use candle_grpo_nn::optim::AdamWConfig;
 use candle_grpo_test_support::{device, message, stay_on_cpu};
+use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch, TaughtBy};
 use candle_grpo_train::learn::{
-    Reference, SelfTeacherConfig, Teacher, TeacherDistributions, TeacherPart,
+    Models, Ranks, Reference, SelfTeacherConfig, Teacher, TeacherDistributions, TeacherPart,
+    TrainerState,
 };
 use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::{
@@ -23,7 +25,7 @@ use serde_json::json;
 
 use crate::common::{
     self, assert_ranks_agree, digest, drawn_parameters, max_difference, model, parameters, parts,
-    run, tokenizer, trainer_of,
+    run, step_batch, tokenizer, trainer_of,
 };
 use crate::engines::log_distributions;
 
@@ -297,6 +299,44 @@ fn a_step_without_a_teacher_is_skipped(#[case] recipe: Recipe) {
             "{name}"
         );
     }
+}
+
+/// In a custom loop that does not give the teacher of each completion, all have the same one.
+#[rstest]
+#[case::log_probs(of_loss(TeacherTermForm::default()))]
+#[case::distributions(of_distributions(Support::Vocabulary))]
+fn a_completion_whose_teacher_is_not_given_is_named(#[case] recipe: Recipe) -> anyhow::Result<()> {
+    let config = config(recipe);
+    let mut models = Models::new(model(), parameters(), &config)?;
+    models.learn_from(&by_source(vec![("a", TeacherPart::other(policy(9)))]))?;
+    let batch = step_batch(&models, &prompts(), &config)?;
+    let ranks = Ranks::default();
+    let passes = Passes::new(&config, &ranks)?;
+    let mut step = |mut batch: StepBatch| {
+        let mut state = TrainerState::new(&config);
+        state.steps += 1;
+        let needs = Needs::new(&config, None).all();
+        step::signals(&mut batch, needs, &models, &config, passes)?;
+        step::advantages(&mut batch, None, &config, &mut state)?;
+        step::update(Some(&batch), &mut models, None, &config, &mut state, passes)
+    };
+    let words = "sequence 0: its teacher is \"\", must be absent or one of [\"a\"]";
+    assert_eq!(message(step(batch.clone())), words);
+    let taught = |by: [Option<&str>; 20]| {
+        batch.clone().with_teachers(by.map(|name| {
+            name.map(|name| TaughtBy {
+                name: name.into(),
+                ..TaughtBy::default()
+            })
+        }))
+    };
+    let mut by = [None; 20];
+    by[3] = Some("b");
+    let words = "sequence 3: its teacher is \"b\", must be absent or one of [\"a\"]";
+    assert_eq!(message(step(taught(by)?)), words);
+    by[3] = Some("a");
+    assert_eq!(step(taught(by)?)?.updates, 1);
+    Ok(())
 }
 
 #[rstest]

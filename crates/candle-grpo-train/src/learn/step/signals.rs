@@ -23,8 +23,8 @@ use crate::{Rollout, Sequence, TokenBatch, TrainConfig};
 ///
 /// # Errors
 ///
-/// If a model that an input needs is absent or fails, and with [`Interrupted`](crate::Interrupted)
-/// if the progress of `passes` cancels.
+/// If a model that an input needs is absent or fails, a sequence has another teacher than those of
+/// `models`, and with [`Interrupted`](crate::Interrupted) if the progress of `passes` cancels.
 pub fn signals<C: ModelConfig>(
     batch: &mut StepBatch,
     needs: Inputs,
@@ -63,6 +63,7 @@ pub fn signals<C: ModelConfig>(
                 if models.teachers.iter().next().is_none() {
                     absent(input, "teacher")?;
                 }
+                tokens.ensure_teachers(models.teachers.iter().map(|(name, _)| name))?;
                 let mut sum = None;
                 for (name, teacher) in models.teachers.iter() {
                     let Some((read, rows)) = tokens.for_teacher(name)? else {
