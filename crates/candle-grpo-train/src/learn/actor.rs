@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate::{self as check, Name};
@@ -34,6 +34,7 @@ use crate::sequence::response_forward::{
     Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs, states_at_once,
 };
+use crate::teacher::TeacherDistributions;
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
 /// Configuration of an [`Actor`].
@@ -370,17 +371,20 @@ impl<M: LanguageModel> Actor<M> {
             output.add(loss.gradients.weight)?;
             let (mut hidden, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
             let mut losses = vec![loss.output.loss];
-            for (name, distilled) in output.distill(batch, totals)? {
-                output.add(distilled.gradients.weight)?;
-                hidden = match (hidden, distilled.gradients.hidden) {
-                    (Some(a), Some(b)) => Some((a + b)?),
-                    (a, b) => a.or(b),
-                };
-                losses.push(distilled.loss);
-                if !name.is_empty() {
-                    metrics.extend(distilled.metrics.clone().with_suffix(name));
+            if let Some(loss) = &output.config.distillation_loss {
+                for (name, teacher) in batch.teachers_of_tokens()? {
+                    let distilled = output.distill(loss, (name, teacher), tokens, totals)?;
+                    output.add(distilled.gradients.weight)?;
+                    hidden = match (hidden, distilled.gradients.hidden) {
+                        (Some(a), Some(b)) => Some((a + b)?),
+                        (a, b) => a.or(b),
+                    };
+                    losses.push(distilled.loss);
+                    if !name.is_empty() {
+                        metrics.extend(distilled.metrics.clone().with_suffix(name));
+                    }
+                    metrics.extend(distilled.metrics);
                 }
-                metrics.extend(distilled.metrics);
             }
             Ok((hidden, (losses, metrics)))
         })?;
@@ -608,34 +612,23 @@ impl<M: LanguageModel> Output<'_, M> {
         Ok(())
     }
 
-    /// Computes the divergence from each teacher of `batch`, by its name, if it is a part of the
-    /// loss.
-    fn distill<'b>(
+    /// Computes the divergence of `tokens` from one of their teachers.
+    fn distill(
         &self,
-        batch: &'b TrainingBatch,
+        loss: &DistillationLoss,
+        (name, teacher): (&str, &TeacherDistributions),
+        tokens: &TokenBatch,
         totals: &StepTotals,
-    ) -> Result<Vec<(&'b str, LinearDistillationOutput)>> {
-        let Some(loss) = &self.config.distillation_loss else {
-            return Ok(Vec::new());
-        };
-        let tokens = batch.tokens();
-        if batch.teachers.is_empty() && tokens.has_teacher() {
-            bail!("teacher: absent, must be given with a distillation_loss");
-        }
-        tokens.ensure_teachers(batch.teachers.keys().map(String::as_str))?;
+    ) -> Result<LinearDistillationOutput> {
         let student = OutputLayer {
             logit_cap: self.policy.logit_cap(),
             ..OutputLayer::new(self.states, self.weight)
         };
-        let teachers = batch.teachers.iter().map(|(name, teacher)| {
-            let mask = tokens.mask_of(|sequence| sequence.teacher() == Some(name))?;
-            let found = teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
-                let found = linear_distillation_loss(loss, &student, &teacher, &mask, totals);
-                Ok(found?)
-            });
-            Ok((name.as_str(), found?))
-        });
-        teachers.collect()
+        let mask = tokens.mask_of(|sequence| sequence.teacher() == Some(name))?;
+        teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
+            let found = linear_distillation_loss(loss, &student, &teacher, &mask, totals);
+            Ok(found?)
+        })
     }
 }
 

@@ -121,6 +121,11 @@ impl TokenBatch {
         Ok(())
     }
 
+    /// Returns whether a token that trains has the teacher with this name.
+    pub(crate) fn is_taught_by(&self, name: &str) -> bool {
+        self.trained_teachers().any(|(_, own)| own == name)
+    }
+
     /// Returns the sequences with a token that trains and a teacher: their indices, and the
     /// teacher's name.
     fn trained_teachers(&self) -> impl Iterator<Item = (usize, &str)> {

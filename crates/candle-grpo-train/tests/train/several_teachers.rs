@@ -17,8 +17,10 @@ use candle_grpo_train::learn::{
     TrainerState,
 };
 use candle_grpo_train::run::RolloutLogConfig;
+use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
     ComputeDType, Progress, Prompt, Sample, TokenBatch, TrainConfig, Trainer, TrainerParts,
+    TrainingBatch,
 };
 use rstest::rstest;
 use serde_json::json;
@@ -202,6 +204,47 @@ fn two_teachers_are_two_runs_of_one_teacher_on_their_rows(
         );
     }
     assert!(largest > 1e-4, "{largest}");
+}
+
+/// A micro-batch has the distributions of all teachers on servers, and rows of some of them.
+#[test]
+fn a_teacher_without_a_row_in_a_micro_batch_has_no_part_in_it() {
+    let config = config(of_distributions(Support::Vocabulary));
+    let models = Models::new(model(), parameters(), &config).unwrap();
+    let tokens = step_batch(&models, &prompts(), &config).unwrap();
+    let tokens = tokens.tokens();
+    let totals = tokens.totals();
+    let taught_by = |names: [&str; 2]| {
+        let sequences = tokens.sequences().iter().enumerate();
+        let sequences = sequences.map(|(i, sequence)| {
+            let name = if i < 4 { names[0] } else { names[1] };
+            sequence.clone().with_teacher(Some(name.into()))
+        });
+        let batch = Batch::new(sequences.collect()).unwrap();
+        TokenBatch::of_batch(&batch, device()).unwrap()
+    };
+    let pass = |names: [&str; 2], given: &[&str]| {
+        let tokens = taught_by(names);
+        let zeros = Tensor::zeros(20, candle_core::DType::F32, device()).unwrap();
+        let mut batch = TrainingBatch::new(tokens.clone(), &zeros);
+        for (name, seed) in given.iter().zip(9..) {
+            let found = policy(seed).distributions(&tokens).unwrap();
+            batch.teachers.insert((*name).to_owned(), found);
+        }
+        let mut actor = Models::new(model(), parameters(), &config).unwrap().actor;
+        let metrics = actor.forward_backward(&batch, &totals).unwrap();
+        let gradients = actor.gradients().iter();
+        let copies = gradients.map(|(name, x)| (name.to_owned(), x.copy().unwrap()));
+        (metrics, copies.collect::<BTreeMap<_, _>>())
+    };
+    let (metrics, alone) = pass(["a", "a"], &["a"]);
+    let (found, gradients) = pass(["a", "a"], &["a", "b"]);
+    assert_eq!(found, metrics);
+    for (name, gradient) in &gradients {
+        assert_eq!(max_difference(gradient, &alone[name]), 0., "{name}");
+    }
+    let (found, _) = pass(["a", "b"], &["a", "b"]);
+    assert!(found.get("divergence/b").is_some());
 }
 
 /// A single teacher of some rows is one of all rows whose other sequences do not train.
