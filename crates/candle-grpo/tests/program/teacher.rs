@@ -364,6 +364,21 @@ fn a_run_with_a_teacher_needs_no_reward() {
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));
         assert!(said(&output).contains("rewards: none, must be at least one"));
     }
+    // Without rewards, all groups are equal.
+    for (filter, is_valid) in [
+        ("{}", false),
+        ("{spread: false, mean_above: 0.5}", false),
+        ("{spread: false, mean_below: 0.5}", true),
+        ("null", true),
+    ] {
+        let text = config.replace("{policy_loss", &format!("{{group_filter: {filter}, policy_loss"));
+        std::fs::write(path.join("run.yaml"), text).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        let words = "recipe.group_filter: drops every group, must be null without rewards";
+        assert_eq!(said(&output).contains(words), !is_valid, "{}", said(&output));
+        let code = if is_valid { 0 } else { 3 };
+        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
+    }
 }
 
 /// A model teaches some rows, the policy itself others, and a third part has no teacher.
