@@ -66,8 +66,11 @@ impl TrainingBatch {
         );
         let all = self.teachers.iter();
         let all = all.map(|(name, teacher)| (name.as_str(), teacher));
-        self.tokens.ensure_teachers(all.clone().map(|(name, _)| name))?;
-        Ok(all.filter(|(name, _)| self.tokens.is_taught_by(name)).collect())
+        self.tokens
+            .ensure_teachers(all.clone().map(|(name, _)| name))?;
+        Ok(all
+            .filter(|(name, _)| self.tokens.is_taught_by(name))
+            .collect())
     }
 
     /// Returns the number of sequences (B) and the length of the longest response (T).

@@ -114,7 +114,9 @@ impl TokenBatch {
     /// Checks that the teacher of each sequence with a token that trains is one of `given`.
     pub(crate) fn ensure_teachers<'a>(&self, given: impl Iterator<Item = &'a str>) -> Result<()> {
         let given: Vec<&str> = given.collect();
-        let unknown = self.trained_teachers().find(|(_, name)| !given.contains(name));
+        let unknown = self
+            .trained_teachers()
+            .find(|(_, name)| !given.contains(name));
         if let Some((row, name)) = unknown {
             bail!("sequence {row}: its teacher is {name:?}, must be absent or one of {given:?}");
         }

@@ -475,7 +475,8 @@ impl RunConfig {
             Some(filter)
                 if self.num_reward_components() == 0 && !filter.keeps(&without_rewards) =>
             {
-                let message = "drops every group, must be null without rewards, which are then all 0";
+                let message =
+                    "drops every group, must be null without rewards, which are then all 0";
                 Err(Problem::at("recipe.group_filter", message))
             }
             _ => Ok(()),
