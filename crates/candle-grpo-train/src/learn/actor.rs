@@ -233,18 +233,18 @@ impl<M: LanguageModel> Actor<M> {
         Sampler::from_generator(generator, model.vocab_size(), config)
     }
 
-    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` the policy.
+    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` what trains.
     pub(super) fn reference_of<C: ModelConfig<Model = M>>(
         &self,
         model: &C,
         follows: bool,
     ) -> Result<Reference<M>> {
-        let create = match (&self.adapters, follows) {
-            (Some(_), _) => Reference::shared,
-            (None, true) => Reference::new,
-            (None, false) => Reference::fixed,
-        };
-        create(model, &self.parameters, self.config.compute_dtype)
+        let (parameters, dtype) = (&self.parameters, self.config.compute_dtype);
+        match (self.adapters.as_ref(), follows) {
+            (adapters, true) => Reference::following(model, parameters, adapters, dtype),
+            (Some(_), false) => Reference::shared(model, parameters, dtype),
+            (None, false) => Reference::fixed(model, parameters, dtype),
+        }
     }
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.

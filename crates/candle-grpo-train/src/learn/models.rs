@@ -164,7 +164,7 @@ impl<C: ModelConfig> Models<C> {
             reference.refresh(self.actor.parameters(), refresh.alpha)?;
         }
         if let Some(teacher) = self.teachers.own_mut() {
-            teacher.refresh(step, (&self.model, &self.actor))?;
+            teacher.refresh(step, &self.actor)?;
         }
         Ok(())
     }
