@@ -150,7 +150,9 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// # Errors
     ///
-    /// If the device runs out of memory for a copy of the policy.
+    /// If there are several teachers that are not valid: none, one without a name, one that is
+    /// several, or the policy itself more than once. Also if the device runs out of memory for a
+    /// copy of the policy.
     pub fn learn_from(&mut self, teacher: &TeacherPart) -> Result<()> {
         self.teachers = Teachers::new(teacher, (&self.model, &self.actor))?;
         Ok(())

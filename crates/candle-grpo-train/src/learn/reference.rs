@@ -21,6 +21,8 @@ use crate::{Progress, TokenBatch};
 /// parameter in bf16, where [`Self::new`] takes 6.
 pub struct Reference<M = Decoder> {
     model: M,
+    /// The most tokens that the model can read.
+    longest_row: usize,
     /// Copies of the parameters, or of the adapters that it follows; absent if the reference
     /// shares another model's.
     parameters: Option<Parameters>,
@@ -102,6 +104,7 @@ impl<M: LanguageModel> Reference<M> {
         };
         Ok(Self {
             model: built,
+            longest_row: model.max_positions(),
             parameters: Some(own),
             copies: Some(copies),
         })
@@ -148,6 +151,7 @@ impl<M: LanguageModel> Reference<M> {
         let (built, _) = model_in(model, parameters, adapters, dtype)?;
         Ok(Self {
             model: built,
+            longest_row: model.max_positions(),
             parameters: None,
             copies: None,
         })
@@ -241,6 +245,10 @@ fn copy_in<C: ModelConfig>(
 }
 
 impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
+    fn longest_row(&self) -> usize {
+        self.longest_row
+    }
+
     fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
         Self::log_probs(self, batch, temperature)
     }

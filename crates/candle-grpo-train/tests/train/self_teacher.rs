@@ -10,7 +10,7 @@ use candle_grpo_loss::{
     DistillationLoss, KlLoss, PolicyLoss, Recipe, TeacherTerm, TeacherTermForm,
 };
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
-use candle_grpo_nn::{Lora, LoraConfig};
+use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig};
 use candle_grpo_test_support::{device, message, stay_on_cpu};
 use candle_grpo_train::learn::step::{self, Needs, Passes, TaughtBy};
 use candle_grpo_train::learn::{
@@ -128,6 +128,17 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
         "teachers: 1, must be one for each of 12 completions"
     );
     assert!(wrong(teachers(&[1])).starts_with("sequence 0: its prompt does not begin with"));
+
+    // A branch of a trajectory goes on after the prompt of its row, for the teacher as well.
+    let teacher = TaughtBy {
+        prompt: Some((prompts[0].tokens[..1].to_vec(), vec![5, 4])),
+        ..TaughtBy::default()
+    };
+    let mut by = vec![None; 12];
+    by[0] = Some(teacher);
+    let branch = plain.with_teachers(by)?;
+    let read = branch.tokens().sequences()[0].for_teacher();
+    assert_eq!(read.prompt(), [&[5, 4], &prompts[0].tokens[1..]].concat());
     Ok(())
 }
 
@@ -425,6 +436,40 @@ fn a_teacher_sees_the_best_sibling() {
     );
 }
 
+/// A teacher with few positions, or with a long prompt.
+#[rstest]
+#[case::another(TeacherPart::other(with_positions(8)), 0, 8)]
+#[case::itself(reading(&format!("{{prompt}}{}", "ab".repeat(8)), None), 16, 24)]
+fn a_completion_that_its_teacher_cannot_read_has_none(
+    #[case] teacher: TeacherPart,
+    #[case] added: usize,
+    #[case] positions: usize,
+) {
+    let mut config = two_terms();
+    config.recipe.policy_loss.kl = None;
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(teacher),
+        ..parts(digest, config)
+    });
+    let metrics = trainer.step().unwrap();
+    let records = trainer.rollouts(&Default::default()).unwrap();
+    let lengths = records
+        .iter()
+        .map(|x| x.prompt.len() + added + x.response_length);
+    let taught = lengths.filter(|&length| length <= positions).count();
+    assert!(0 < taught && taught < records.len(), "{taught}");
+    let share = taught as f64 / records.len() as f64;
+    assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
+}
+
+fn with_positions(max_position_embeddings: usize) -> Reference {
+    let model = DecoderConfig {
+        max_position_embeddings,
+        ..model()
+    };
+    Reference::new(&model, &parameters(), ComputeDType::F32).unwrap()
+}
+
 /// The tokens of a completion, which ends with a stop token unless it is too long.
 fn response_of(record: &RolloutRecord, encode: &dyn Fn(&str) -> Vec<u32>) -> Vec<u32> {
     let mut tokens = encode(&record.completion);
@@ -596,6 +641,14 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
         let error = message(Trainer::new(parts));
         assert!(error.starts_with(&format!("teacher.{words}")), "{error}");
     }
+    let alone = TrainConfig {
+        num_generations: 1,
+        ..TrainConfig::default()
+    };
+    let shown = with_sibling(source(Some("{sibling}"), None), 1.);
+    let words = "sibling: given, must be absent with num_generations: 1";
+    assert!(message(shown.validate(&alone)).starts_with(words));
+    shown.validate(&train).unwrap();
     let divided = TrainConfig {
         sharding: Sharding::Resident,
         ..in_bf16(two_terms())

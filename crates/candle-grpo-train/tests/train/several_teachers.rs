@@ -440,12 +440,26 @@ fn teachers_that_contradict_each_other_are_named() {
             "teacher.a: several teachers, must be one",
         ),
         (
+            by_source(vec![("", other())]),
+            "teacher: teachers: one has no name, must have one",
+        ),
+        (
             by_source(vec![("a", wrong)]),
             "teacher.a.prompt: absent, must be given",
         ),
     ] {
         let config = config(of_distributions(Support::Vocabulary));
-        let error = message(Trainer::new(step_parts(&config, teacher)));
+        let mut models = Models::new(model(), parameters(), &config).unwrap();
+        let found = models.learn_from(&teacher);
+        // The settings of a teacher are those of a trainer.
+        if !words.contains("prompt") {
+            let error = format!("{:#}", found.unwrap_err());
+            assert!(words.ends_with(&error), "{error}");
+        }
+        let error = format!(
+            "{:#}",
+            Trainer::new(step_parts(&config, teacher)).err().unwrap()
+        );
         assert!(error.starts_with(words), "{error}");
     }
 }
