@@ -344,6 +344,19 @@ fn a_step_without_a_teacher_is_skipped(#[case] recipe: Recipe) {
     }
 }
 
+/// Without a share in the loss, the advantages need not be 0.
+#[test]
+fn a_step_that_learns_from_teachers_alone_is_skipped_without_one() {
+    let teacher = by_source(vec![("nobody", TeacherPart::other(policy(9)))]);
+    let config = config(of_distributions(Support::Vocabulary));
+    let mut trainer = trainer_of(step_parts(&config, teacher));
+    let metrics = trainer.step().unwrap();
+    let reason = metrics.skip_reason.as_deref();
+    assert_eq!(reason, Some("no completion has a teacher"));
+    let records = trainer.rollouts(&RolloutLogConfig::default()).unwrap();
+    assert!(records.iter().any(|x| x.advantage.is_some_and(|a| a != 0.)));
+}
+
 /// In a custom loop that does not give the teacher of each completion, all have the same one.
 #[rstest]
 #[case::log_probs(of_loss(TeacherTermForm::default()))]
