@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use candle_grpo_core::advantage::TeacherWeight;
+use candle_grpo_core::inputs::Input;
 use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, TokenAdvantage};
 use candle_grpo_loss::{
     DistillationLoss, PolicyLoss, Recipe, Support, TeacherTerm, TeacherTermForm,
@@ -355,6 +356,42 @@ fn a_step_that_learns_from_teachers_alone_is_skipped_without_one() {
     assert_eq!(reason, Some("no completion has a teacher"));
     let records = trainer.rollouts(&RolloutLogConfig::default()).unwrap();
     assert!(records.iter().any(|x| x.advantage.is_some_and(|a| a != 0.)));
+}
+
+/// A custom loop may have completions that no sampler has drawn.
+#[rstest]
+#[case::drawn(true)]
+#[case::given(false)]
+fn completions_without_log_probs_have_no_ratio_to_the_sampler(
+    #[case] is_drawn: bool,
+) -> anyhow::Result<()> {
+    let config = config(of_loss(TeacherTermForm::default()));
+    let mut models = Models::new(model(), parameters(), &config)?;
+    models.learn_from(&by_source(vec![("a", TeacherPart::other(policy(9)))]))?;
+    let mut groups = step_batch(&models, &prompts(), &config)?.groups().clone();
+    if !is_drawn {
+        for rollout in &mut groups.rollouts {
+            rollout.completion.log_probs = None;
+            rollout.completion.drawn_log_probs = Vec::new();
+        }
+    }
+    let taught_by = TaughtBy {
+        name: "a".into(),
+        ..TaughtBy::default()
+    };
+    let batch = StepBatch::new(groups, &config, device())?;
+    let mut batch = batch.with_teachers(vec![Some(taught_by); 20])?;
+    let ranks = Ranks::default();
+    let passes = Passes::new(&config, &ranks)?;
+    let mut state = TrainerState::new(&config);
+    state.steps += 1;
+    let needs = [Input::OldLogProbs, Input::TeacherLogProbs].into();
+    step::signals(&mut batch, needs, &models, &config, passes)?;
+    step::advantages(&mut batch, None, &config, &mut state)?;
+    let found = step::update(Some(&batch), &mut models, None, &config, &mut state, passes)?;
+    assert_eq!(found.updates, 1);
+    assert_eq!(found.metrics.contains_key("teacher_log_ratio/a"), is_drawn);
+    Ok(())
 }
 
 /// In a custom loop that does not give the teacher of each completion, all have the same one.
