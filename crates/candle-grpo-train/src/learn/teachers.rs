@@ -66,11 +66,7 @@ impl TeacherPart {
     /// Fails if there are none, one has no name or is several, or several are the policy itself.
     fn by_name(&self) -> Result<Vec<(&str, Single<'_>)>> {
         let Self::ByColumn { teachers, .. } = self else {
-            return Ok(self
-                .single()
-                .map(|teacher| ("", teacher))
-                .into_iter()
-                .collect());
+            return Ok(Vec::from_iter(self.single().map(|teacher| ("", teacher))));
         };
         check(!teachers.is_empty(), "teachers", "none", "be at least one")?;
         let mut all = Vec::with_capacity(teachers.len());
@@ -266,15 +262,14 @@ impl TeacherChoice {
             let taught = match &reader.prompts {
                 Some(source) if source.shows_sibling() => {
                     let texts = decode_answers(rollouts, sampling, tokenizer)?;
-                    let siblings = (0..n).map(|number| source.sibling(number, rewards));
-                    let read = siblings.map(|sibling| {
-                        sibling
-                            .map(|sibling| source.tokens(prompt, Some(&texts[sibling]), tokenizer))
-                            .transpose()
+                    let taught = (0..n).map(|number| -> Result<Option<TaughtBy>> {
+                        let Some(sibling) = source.sibling(number, rewards) else {
+                            return Ok(None);
+                        };
+                        let read = source.tokens(prompt, Some(&texts[sibling]), tokenizer)?;
+                        Ok(Some(taught_by(Some(read))))
                     });
-                    let read = read.collect::<Result<Vec<_>>>()?.into_iter();
-                    read.map(|read| read.map(|read| taught_by(Some(read))))
-                        .collect()
+                    taught.collect::<Result<Vec<_>>>()?
                 }
                 source => {
                     let read = source.as_ref();
