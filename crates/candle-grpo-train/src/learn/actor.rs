@@ -19,7 +19,7 @@ use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
-    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters, WeightDivision,
+    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -121,9 +121,8 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::sharded(model, parameters, None, config, ranks)
+        let ranks = Ranks::default();
+        Self::sharded(model, parameters, None, config, ranks.undivided())
     }
 
     /// Creates an actor on one of the ranks in `collective`, which divide the state of the
@@ -188,9 +187,8 @@ impl<M: LanguageModel> Actor<M> {
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::sharded(model, parameters, Some(adapters), config, ranks)
+        let ranks = Ranks::default();
+        Self::sharded(model, parameters, Some(adapters), config, ranks.undivided())
     }
 
     fn with_trained<C: ModelConfig<Model = M>>(
@@ -263,9 +261,8 @@ impl<M: LanguageModel> Actor<M> {
         )?;
         ensure_f32(&config)?;
         let copies = ComputeCopies::default();
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::from_policy(model, (variables, None), copies, config, ranks)
+        let ranks = Ranks::default();
+        Self::from_policy(model, (variables, None), copies, config, ranks.undivided())
     }
 
     fn from_policy(
@@ -679,7 +676,7 @@ pub(crate) fn ensure_master_weights(
 }
 
 /// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
-pub(super) fn divides_weights(
+pub(crate) fn divides_weights(
     optimizer: &AdamWConfig,
     compute_dtype: ComputeDType,
     has_adapters: bool,
@@ -689,19 +686,6 @@ pub(super) fn divides_weights(
         && !has_adapters
         && compute_dtype != ComputeDType::F32
         && optimizer.master_weights == MasterWeights::F32
-}
-
-/// Returns the division of the f32 weights of a policy between the ranks, if they divide them.
-pub(crate) fn weight_division(
-    optimizer: &AdamWConfig,
-    compute_dtype: ComputeDType,
-    has_adapters: bool,
-    (collective, sharding): (&Arc<dyn Collective>, Sharding),
-) -> Option<WeightDivision> {
-    if !divides_weights(optimizer, compute_dtype, has_adapters, sharding) {
-        return None;
-    }
-    optimizer.division(compute_dtype.into(), collective)
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:
