@@ -281,19 +281,24 @@ fn a_run_that_resumes_with_another_schedule_is_an_error() {
 fn a_frozen_teacher_needs_the_first_model() {
     let mut config = two_terms();
     config.recipe.policy_loss.kl = None;
-    let build = |seed: u64| {
+    let build = |seed: u64, refresh| {
         trainer_of(TrainerParts {
             parameters: common::drawn_parameters(&model(), seed, device()),
-            teacher: Some(reading("{prompt}ab", None)),
+            teacher: Some(reading("{prompt}ab", refresh)),
             ..parts(digest, config.clone())
         })
     };
     let folder = tempfile::tempdir().unwrap();
-    save(&build(3), folder.path());
-    build(3).load_state(folder.path()).unwrap();
-    let error = build(4).load_state(folder.path()).unwrap_err();
+    save(&build(3, None), folder.path());
+    build(3, None).load_state(folder.path()).unwrap();
+    let error = build(4, None).load_state(folder.path()).unwrap_err();
     let words = "the run began with other weights";
     assert!(format!("{error:#}").contains(words), "{error:#}");
+    // One that follows the policy is saved.
+    let folder = tempfile::tempdir().unwrap();
+    let follows = || refresh(1, 0.5);
+    save(&build(3, follows()), folder.path());
+    build(4, follows()).load_state(folder.path()).unwrap();
 }
 
 #[rstest]
@@ -460,6 +465,8 @@ fn a_completion_that_its_teacher_cannot_read_has_none(
     assert!(0 < taught && taught < records.len(), "{taught}");
     let share = taught as f64 / records.len() as f64;
     assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
+    // A single teacher has no metrics of its own.
+    assert!(!metrics.policy.keys().any(|name| name.contains('/')));
 }
 
 fn with_positions(max_position_embeddings: usize) -> Reference {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_grpo_core::advantage::TeacherWeight;
 use candle_grpo_core::inputs::Input;
 use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, TokenAdvantage};
@@ -226,7 +226,7 @@ fn a_teacher_without_a_row_in_a_micro_batch_has_no_part_in_it() {
     };
     let pass = |names: [&str; 2], given: &[&str]| {
         let tokens = taught_by(names);
-        let zeros = Tensor::zeros(20, candle_core::DType::F32, device()).unwrap();
+        let zeros = Tensor::zeros(20, DType::F32, device()).unwrap();
         let mut batch = TrainingBatch::new(tokens.clone(), &zeros);
         for (name, seed) in given.iter().zip(9..) {
             let found = policy(seed).distributions(&tokens).unwrap();
@@ -360,10 +360,12 @@ fn a_step_that_learns_from_teachers_alone_is_skipped_without_one() {
 
 /// A custom loop may have completions that no sampler has drawn.
 #[rstest]
-#[case::drawn(true)]
-#[case::given(false)]
+#[case::drawn(true, false)]
+#[case::with_input(false, true)]
+#[case::without(false, false)]
 fn completions_without_log_probs_have_no_ratio_to_the_sampler(
     #[case] is_drawn: bool,
+    #[case] has_input: bool,
 ) -> anyhow::Result<()> {
     let config = config(of_loss(TeacherTermForm::default()));
     let mut models = Models::new(model(), parameters(), &config)?;
@@ -381,6 +383,10 @@ fn completions_without_log_probs_have_no_ratio_to_the_sampler(
     };
     let batch = StepBatch::new(groups, &config, device())?;
     let mut batch = batch.with_teachers(vec![Some(taught_by); 20])?;
+    if has_input {
+        let zeros = Tensor::zeros(batch.tokens().dims(), DType::F32, device())?;
+        batch = batch.with_input(Input::RolloutLogProbs, zeros);
+    }
     let ranks = Ranks::default();
     let passes = Passes::new(&config, &ranks)?;
     let mut state = TrainerState::new(&config);
@@ -390,7 +396,8 @@ fn completions_without_log_probs_have_no_ratio_to_the_sampler(
     step::advantages(&mut batch, None, &config, &mut state)?;
     let found = step::update(Some(&batch), &mut models, None, &config, &mut state, passes)?;
     assert_eq!(found.updates, 1);
-    assert_eq!(found.metrics.contains_key("teacher_log_ratio/a"), is_drawn);
+    let has_ratio = found.metrics.contains_key("teacher_log_ratio/a");
+    assert_eq!(has_ratio, is_drawn || has_input);
     Ok(())
 }
 
