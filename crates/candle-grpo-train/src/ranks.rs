@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_grpo_collective::{Alone, Collective};
+use candle_grpo_nn::optim::Sharding;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -33,6 +34,11 @@ impl Ranks {
     /// Collective operations between the ranks.
     pub fn collective(&self) -> &Arc<dyn Collective> {
         &self.0
+    }
+
+    /// Returns the ranks of a model that they do not divide.
+    pub(crate) fn undivided(&self) -> (&Arc<dyn Collective>, Sharding) {
+        (&self.0, Sharding::None)
     }
 
     /// Returns whether there is only one rank.

@@ -33,6 +33,14 @@ pub trait Teacher: Send + Sync {
         true
     }
 
+    /// Returns the most tokens that the teacher can read in a sequence. A [`Trainer`] lets no
+    /// teacher read a completion with a longer sequence. By default there is no limit.
+    ///
+    /// [`Trainer`]: crate::Trainer
+    fn longest_row(&self) -> usize {
+        usize::MAX
+    }
+
     /// Checks that the teacher answers, before the first completion is drawn. `entries` is as in
     /// [`Self::distributions`]. By default, nothing is checked.
     ///

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate::{self as check, Name};
@@ -19,7 +19,7 @@ use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
-    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters, WeightDivision,
+    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,7 @@ use crate::sequence::response_forward::{
     Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs, states_at_once,
 };
+use crate::teacher::TeacherDistributions;
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
 /// Configuration of an [`Actor`].
@@ -120,9 +121,8 @@ impl<M: LanguageModel> Actor<M> {
         parameters: Parameters,
         config: ActorConfig,
     ) -> Result<Self> {
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::sharded(model, parameters, None, config, ranks)
+        let ranks = Ranks::default();
+        Self::sharded(model, parameters, None, config, ranks.undivided())
     }
 
     /// Creates an actor on one of the ranks in `collective`, which divide the state of the
@@ -187,9 +187,8 @@ impl<M: LanguageModel> Actor<M> {
         adapters: Lora,
         config: ActorConfig,
     ) -> Result<Self> {
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::sharded(model, parameters, Some(adapters), config, ranks)
+        let ranks = Ranks::default();
+        Self::sharded(model, parameters, Some(adapters), config, ranks.undivided())
     }
 
     fn with_trained<C: ModelConfig<Model = M>>(
@@ -232,18 +231,18 @@ impl<M: LanguageModel> Actor<M> {
         Sampler::from_generator(generator, model.vocab_size(), config)
     }
 
-    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` the policy.
+    /// [`Self::reference`] of a policy of shape `model`, or one that `follows` what trains.
     pub(super) fn reference_of<C: ModelConfig<Model = M>>(
         &self,
         model: &C,
         follows: bool,
     ) -> Result<Reference<M>> {
-        let create = match (&self.adapters, follows) {
-            (Some(_), _) => Reference::shared,
-            (None, true) => Reference::new,
-            (None, false) => Reference::fixed,
-        };
-        create(model, &self.parameters, self.config.compute_dtype)
+        let (parameters, dtype) = (&self.parameters, self.config.compute_dtype);
+        match (self.adapters.as_ref(), follows) {
+            (adapters, true) => Reference::following(model, parameters, adapters, dtype),
+            (Some(_), false) => Reference::shared(model, parameters, dtype),
+            (None, false) => Reference::fixed(model, parameters, dtype),
+        }
     }
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
@@ -262,9 +261,8 @@ impl<M: LanguageModel> Actor<M> {
         )?;
         ensure_f32(&config)?;
         let copies = ComputeCopies::default();
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::from_policy(model, (variables, None), copies, config, ranks)
+        let ranks = Ranks::default();
+        Self::from_policy(model, (variables, None), copies, config, ranks.undivided())
     }
 
     fn from_policy(
@@ -370,17 +368,20 @@ impl<M: LanguageModel> Actor<M> {
             output.add(loss.gradients.weight)?;
             let (mut hidden, mut metrics) = (loss.gradients.hidden, loss.output.metrics);
             let mut losses = vec![loss.output.loss];
-            for (name, distilled) in output.distill(batch, totals)? {
-                output.add(distilled.gradients.weight)?;
-                hidden = match (hidden, distilled.gradients.hidden) {
-                    (Some(a), Some(b)) => Some((a + b)?),
-                    (a, b) => a.or(b),
-                };
-                losses.push(distilled.loss);
-                if !name.is_empty() {
-                    metrics.extend(distilled.metrics.clone().with_suffix(name));
+            if let Some(loss) = &output.config.distillation_loss {
+                for (name, teacher) in batch.teachers_of_tokens()? {
+                    let distilled = output.distill(loss, (name, teacher), tokens, totals)?;
+                    output.add(distilled.gradients.weight)?;
+                    hidden = match (hidden, distilled.gradients.hidden) {
+                        (Some(a), Some(b)) => Some((a + b)?),
+                        (a, b) => a.or(b),
+                    };
+                    losses.push(distilled.loss);
+                    if !name.is_empty() {
+                        metrics.extend(distilled.metrics.clone().with_suffix(name));
+                    }
+                    metrics.extend(distilled.metrics);
                 }
-                metrics.extend(distilled.metrics);
             }
             Ok((hidden, (losses, metrics)))
         })?;
@@ -608,33 +609,23 @@ impl<M: LanguageModel> Output<'_, M> {
         Ok(())
     }
 
-    /// Computes the divergence from each teacher of `batch`, by its name, if it is a part of the
-    /// loss.
-    fn distill<'b>(
+    /// Computes the divergence of `tokens` from one of their teachers.
+    fn distill(
         &self,
-        batch: &'b TrainingBatch,
+        loss: &DistillationLoss,
+        (name, teacher): (&str, &TeacherDistributions),
+        tokens: &TokenBatch,
         totals: &StepTotals,
-    ) -> Result<Vec<(&'b str, LinearDistillationOutput)>> {
-        let Some(loss) = &self.config.distillation_loss else {
-            return Ok(Vec::new());
-        };
-        let tokens = batch.tokens();
-        if batch.teachers.is_empty() && tokens.has_teacher() {
-            bail!("teacher: absent, must be given with a distillation_loss");
-        }
+    ) -> Result<LinearDistillationOutput> {
         let student = OutputLayer {
             logit_cap: self.policy.logit_cap(),
             ..OutputLayer::new(self.states, self.weight)
         };
-        let teachers = batch.teachers.iter().map(|(name, teacher)| {
-            let mask = tokens.mask_of(|sequence| sequence.teacher() == Some(name))?;
-            let found = teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
-                let found = linear_distillation_loss(loss, &student, &teacher, &mask, totals);
-                Ok(found?)
-            });
-            Ok((name.as_str(), found?))
-        });
-        teachers.collect()
+        let mask = tokens.mask_of(|sequence| sequence.teacher() == Some(name))?;
+        teacher.over(self.weight.dim(0)?, loss.support, |teacher| {
+            let found = linear_distillation_loss(loss, &student, &teacher, &mask, totals);
+            Ok(found?)
+        })
     }
 }
 
@@ -685,7 +676,7 @@ pub(crate) fn ensure_master_weights(
 }
 
 /// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
-pub(super) fn divides_weights(
+pub(crate) fn divides_weights(
     optimizer: &AdamWConfig,
     compute_dtype: ComputeDType,
     has_adapters: bool,
@@ -695,19 +686,6 @@ pub(super) fn divides_weights(
         && !has_adapters
         && compute_dtype != ComputeDType::F32
         && optimizer.master_weights == MasterWeights::F32
-}
-
-/// Returns the division of the f32 weights of a policy between the ranks, if they divide them.
-pub(crate) fn weight_division(
-    optimizer: &AdamWConfig,
-    compute_dtype: ComputeDType,
-    has_adapters: bool,
-    (collective, sharding): (&Arc<dyn Collective>, Sharding),
-) -> Option<WeightDivision> {
-    if !divides_weights(optimizer, compute_dtype, has_adapters, sharding) {
-        return None;
-    }
-    optimizer.division(compute_dtype.into(), collective)
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

@@ -58,6 +58,21 @@ impl TrainingBatch {
         &self.policy
     }
 
+    /// Returns the teachers that have a token to train on.
+    pub(super) fn teachers_of_tokens(&self) -> Result<Vec<(&str, &TeacherDistributions)>> {
+        ensure!(
+            !self.teachers.is_empty() || !self.tokens.has_teacher(),
+            "teacher: absent, must be given with a distillation_loss"
+        );
+        let all = self.teachers.iter();
+        let all = all.map(|(name, teacher)| (name.as_str(), teacher));
+        self.tokens
+            .ensure_teachers(all.clone().map(|(name, _)| name))?;
+        Ok(all
+            .filter(|(name, _)| self.tokens.is_taught_by(name))
+            .collect())
+    }
+
     /// Returns the number of sequences (B) and the length of the longest response (T).
     ///
     /// # Errors

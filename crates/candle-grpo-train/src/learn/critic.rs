@@ -87,9 +87,7 @@ impl Critic {
     ///
     /// If `config` is not valid, or `policy` lacks a weight of the decoder.
     pub fn new(model: &DecoderConfig, policy: &Parameters, config: CriticConfig) -> Result<Self> {
-        let alone = Ranks::default();
-        let ranks = (alone.collective(), Sharding::None);
-        Self::sharded(model, policy, config, ranks)
+        Self::sharded(model, policy, config, Ranks::default().undivided())
     }
 
     /// Creates a critic on one of the ranks in `collective`, which divide the state of the

@@ -32,13 +32,14 @@ impl TrainConfig {
 }
 
 impl Distillation<'_> {
-    /// Asks the teachers that take all sequences of a rank at once, before the step changes
-    /// weights.
+    /// Checks that each sequence has one of the teachers, and asks those that take all sequences of
+    /// a rank at once, before the step changes weights.
     pub(super) fn of_step(
         &self,
         tokens: &TokenBatch,
         micro_batches: MicroBatches<'_>,
     ) -> Result<BTreeMap<String, TeacherDistributions>> {
+        tokens.ensure_teachers(self.teachers.iter().map(|(name, _)| *name))?;
         let mut all = BTreeMap::new();
         for &(name, teacher) in &self.teachers {
             if teacher.takes_micro_batches() {

@@ -150,7 +150,9 @@ impl<C: ModelConfig> Models<C> {
     ///
     /// # Errors
     ///
-    /// If the device runs out of memory for a copy of the policy.
+    /// If there are several teachers that are not valid: none, one without a name, one that is
+    /// several, or the policy itself more than once. Also if the device runs out of memory for a
+    /// copy of the policy.
     pub fn learn_from(&mut self, teacher: &TeacherPart) -> Result<()> {
         self.teachers = Teachers::new(teacher, (&self.model, &self.actor))?;
         Ok(())
@@ -164,7 +166,7 @@ impl<C: ModelConfig> Models<C> {
             reference.refresh(self.actor.parameters(), refresh.alpha)?;
         }
         if let Some(teacher) = self.teachers.own_mut() {
-            teacher.refresh(step, (&self.model, &self.actor))?;
+            teacher.refresh(step, &self.actor)?;
         }
         Ok(())
     }

@@ -202,8 +202,7 @@ impl<C: ModelConfig> Trainer<C> {
         if let Some(teacher) = &parts.teacher {
             models.learn_from(teacher)?;
         }
-        let decoder = models.model.decoder();
-        let longest_row = decoder.map_or(usize::MAX, DecoderConfig::longest_row);
+        let longest_row = models.model.max_positions();
         let teacher = parts.teacher.as_ref();
         let teacher = teacher.map(|teacher| TeacherChoice::new(teacher, longest_row));
         let teacher = teacher.transpose()?;

@@ -21,7 +21,10 @@ use crate::{Progress, TokenBatch};
 /// parameter in bf16, where [`Self::new`] takes 6.
 pub struct Reference<M = Decoder> {
     model: M,
-    /// Parameter copy; absent if the reference shares another model's.
+    /// The most tokens that the model can read.
+    longest_row: usize,
+    /// Copies of the parameters, or of the adapters that it follows; absent if the reference
+    /// shares another model's.
     parameters: Option<Parameters>,
     /// Copies of the parameters in the compute dtype, if [`Self::refresh`] may change them.
     copies: Option<ComputeCopies>,
@@ -71,11 +74,38 @@ impl<M: LanguageModel> Reference<M> {
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let parameters = copy_in(model, parameters, ComputeDType::F32)?;
-        let (model, copies) = model_in(model, &parameters, None, dtype)?;
+        Self::following(model, parameters, None, dtype)
+    }
+
+    /// Creates a reference that can follow a policy of `parameters` and `adapters`, and computes in
+    /// `dtype`. With adapters these are copied, and `parameters` are shared, which must not change.
+    /// Otherwise it is [`Self::new`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if `adapters` belong to another model.
+    pub(super) fn following<C: ModelConfig<Model = M>>(
+        model: &C,
+        parameters: &Parameters,
+        adapters: Option<&Lora>,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let (own, (built, copies)) = match adapters {
+            None => {
+                let own = copy_in(model, parameters, ComputeDType::F32)?;
+                let built = model_in(model, &own, None, dtype)?;
+                (own, built)
+            }
+            Some(adapters) => {
+                let own = adapters.copy_to(parameters.device())?;
+                let built = model_in(model, parameters, Some(&own), dtype)?;
+                (own.parameters().clone(), built)
+            }
+        };
         Ok(Self {
-            model,
-            parameters: Some(parameters),
+            model: built,
+            longest_row: model.max_positions(),
+            parameters: Some(own),
             copies: Some(copies),
         })
     }
@@ -118,9 +148,10 @@ impl<M: LanguageModel> Reference<M> {
         adapters: Option<&Lora>,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (model, _) = model_in(model, parameters, adapters, dtype)?;
+        let (built, _) = model_in(model, parameters, adapters, dtype)?;
         Ok(Self {
-            model,
+            model: built,
+            longest_row: model.max_positions(),
             parameters: None,
             copies: None,
         })
@@ -145,7 +176,7 @@ impl<M: LanguageModel> Reference<M> {
         })
     }
 
-    /// Returns the parameter copy, if there is one.
+    /// Returns the copies of parameters or adapters, if there are any.
     pub(crate) fn parameters(&self) -> Option<&Parameters> {
         self.parameters.as_ref()
     }
@@ -180,7 +211,7 @@ impl<M: LanguageModel> Reference<M> {
 }
 
 /// Sets `parameters` to `alpha * policy + (1 - alpha) * parameters`.
-pub(super) fn mix(parameters: &Parameters, policy: &Parameters, alpha: f64) -> Result<()> {
+fn mix(parameters: &Parameters, policy: &Parameters, alpha: f64) -> Result<()> {
     ensure!(
         policy.len() == parameters.len(),
         "policy: {} parameters, must be {}, as the reference has",
@@ -214,6 +245,10 @@ fn copy_in<C: ModelConfig>(
 }
 
 impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
+    fn longest_row(&self) -> usize {
+        self.longest_row
+    }
+
     fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {
         Self::log_probs(self, batch, temperature)
     }

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use anyhow::Result;
 use candle_core::Tensor;
 use candle_grpo_core::validate::{check, finite};
-use candle_grpo_nn::{Decoder, LanguageModel, Lora, ModelConfig, Parameters};
+use candle_grpo_nn::{Decoder, LanguageModel, ModelConfig, Parameters};
 use serde::{Deserialize, Serialize};
 
 use super::actor::Actor;
-use super::reference::{Reference, ReferenceRefresh, mix};
+use super::reference::{Reference, ReferenceRefresh};
 use super::teacher_prompts::TeacherPrompts;
 use crate::{ChatTemplate, TrainConfig};
 use candle_grpo_base::within;
@@ -113,8 +113,6 @@ impl SelfTeacherConfig {
 /// A copy of the policy, which reads the prompts of a teacher.
 pub(crate) struct SelfTeacher<M = Decoder> {
     reference: Reference<M>,
-    /// The adapters that the reference has, if they train and it follows them.
-    adapters: Option<Lora>,
     refresh: Option<ReferenceRefresh>,
 }
 
@@ -126,36 +124,19 @@ impl<M: LanguageModel> SelfTeacher<M> {
         actor: &Actor<M>,
         refresh: Option<ReferenceRefresh>,
     ) -> Result<Self> {
-        let follows = refresh.is_some();
-        let adapters = actor.adapters().filter(|_| follows);
-        let adapters = adapters.map(|adapters| adapters.copy_to(actor.parameters().device()));
-        let adapters = adapters.transpose()?;
         Ok(Self {
-            reference: match &adapters {
-                Some(adapters) => with_adapters(model, actor, adapters)?,
-                None => actor.reference_of(model, follows)?,
-            },
-            adapters,
+            reference: actor.reference_of(model, refresh.is_some())?,
             refresh,
         })
     }
 
-    /// Lets the teacher follow the policy after step `step`, if it is due.
-    pub(super) fn refresh<C: ModelConfig<Model = M>>(
-        &mut self,
-        step: usize,
-        (model, actor): (&C, &Actor<M>),
-    ) -> Result<()> {
-        let Some(refresh) = self.refresh.filter(|refresh| refresh.is_due(step)) else {
-            return Ok(());
-        };
-        match &self.adapters {
-            Some(own) => {
-                mix(own.parameters(), actor.trained(), refresh.alpha)?;
-                self.reference = with_adapters(model, actor, own)?;
-                Ok(())
+    /// Lets the teacher follow the policy in `actor` after step `step`, if it is due.
+    pub(super) fn refresh(&mut self, step: usize, actor: &Actor<M>) -> Result<()> {
+        match self.refresh {
+            Some(refresh) if refresh.is_due(step) => {
+                self.reference.refresh(actor.trained(), refresh.alpha)
             }
-            None => self.reference.refresh(actor.parameters(), refresh.alpha),
+            _ => Ok(()),
         }
     }
 
@@ -166,9 +147,7 @@ impl<M: LanguageModel> SelfTeacher<M> {
 
     /// Returns the weights that a checkpoint has: those of a teacher that follows the policy.
     pub(crate) fn followed(&self) -> Option<&Parameters> {
-        self.refresh?;
-        let adapters = self.adapters.as_ref().map(Lora::parameters);
-        adapters.or(self.reference.parameters())
+        self.refresh.and(self.reference.parameters())
     }
 
     /// Returns the weights that never change, unless they are those under adapters.
@@ -178,29 +157,7 @@ impl<M: LanguageModel> SelfTeacher<M> {
     }
 
     /// Replaces [`Self::followed`].
-    pub(crate) fn set_values<C: ModelConfig<Model = M>>(
-        &mut self,
-        values: &HashMap<String, Tensor>,
-        (model, actor): (&C, &Actor<M>),
-    ) -> Result<()> {
-        match &self.adapters {
-            Some(own) => {
-                own.parameters().set_values(values)?;
-                self.reference = with_adapters(model, actor, own)?;
-                Ok(())
-            }
-            None => self.reference.set_values(values),
-        }
+    pub(crate) fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        self.reference.set_values(values)
     }
-}
-
-/// Creates the policy with `adapters`. Their copies in the dtype of the computation do not change
-/// with them.
-fn with_adapters<C: ModelConfig>(
-    model: &C,
-    actor: &Actor<C::Model>,
-    adapters: &Lora,
-) -> Result<Reference<C::Model>> {
-    let dtype = actor.config().compute_dtype;
-    Reference::with_adapters(model, actor.parameters(), Some(adapters), dtype)
 }

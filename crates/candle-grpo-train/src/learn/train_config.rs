@@ -18,7 +18,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{divides_weights, ensure_master_weights, stored_form, weight_division};
+use super::actor::{divides_weights, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -626,12 +626,11 @@ impl TrainConfig {
     /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
     /// not divide them.
     pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
-        weight_division(
-            &self.optimizer,
-            self.compute_dtype,
-            self.adapters.is_some(),
-            (collective, self.sharding),
-        )
+        if !self.divides_weights() {
+            return None;
+        }
+        self.optimizer
+            .division(self.compute_dtype.into(), collective)
     }
 
     /// Returns whether `step` is one of the warm-up of the critic.

@@ -104,9 +104,10 @@ impl<C: ModelConfig> Trainer<C> {
     /// errors of the step that needs its completions. After an error, completions that were
     /// drawn ahead are drawn again.
     ///
-    /// If all advantages are 0 and no other term has a signal, or the filters drop all completions,
-    /// the step trains on the demonstrations alone. Without any the policy does not change, and
-    /// the step counts as skipped.
+    /// If all advantages are 0 and no other term has a signal, the loss has teachers alone and no
+    /// completion has one, or the filters drop all completions, the step trains on the
+    /// demonstrations alone. Without any the policy does not change, and the step counts as
+    /// skipped.
     ///
     /// # Errors
     ///
@@ -231,20 +232,20 @@ impl<C: ModelConfig> Trainer<C> {
             let weights = self.sample_weights(batch.groups())?;
             batch = batch.with_sample_weights(Tensor::new(weights, device)?);
         }
+        let filtered = batch.why_filtered(config)?;
+        if filtered.is_some() {
+            return Ok((Some(batch), filtered));
+        }
         if let Some(teacher) = &self.teacher {
             let texts = (&config.sampling, self.tokenizer());
             let teachers = teacher.of_groups(batch.groups(), self.prompts(), texts)?;
             batch = batch.with_teachers(teachers)?;
         }
-        let filtered = batch.why_filtered(config)?;
-        if filtered.is_some() {
-            return Ok((Some(batch), filtered));
-        }
         // A step without a signal saves the other passes over the models.
         signals(&mut batch, self.needs.advantage, models, config, passes)?;
         advantages(&mut batch, estimator, config, state)?;
-        if batch.has_no_signal(config)? {
-            return Ok((Some(batch), Some("all advantages are 0".to_owned())));
+        if let Some(reason) = batch.why_no_signal(config)? {
+            return Ok((Some(batch), Some(reason.to_owned())));
         }
         signals(&mut batch, self.needs.all(), models, config, passes)?;
         Ok((Some(batch), None))

@@ -358,16 +358,16 @@ impl<C: ModelConfig> Models<C> {
     }
 
     /// Reads the weights of a teacher that follows the policy.
-    fn load_teacher(&mut self, folder: &Path) -> Result<()> {
+    fn load_teacher(&self, folder: &Path) -> Result<()> {
         let path = folder.join(TEACHER);
-        let teacher = self.teachers.own_mut();
+        let teacher = self.teachers.own();
         let teacher = teacher.filter(|own| own.followed().is_some());
         ensure!(
             teacher.is_some() == path.exists(),
             "{TEACHER}: a teacher cannot begin to follow the policy, or cease to"
         );
         if let Some(teacher) = teacher {
-            let set = teacher.set_values(&read_tensors(&path)?, (&self.model, &self.actor));
+            let set = teacher.set_values(&read_tensors(&path)?);
             set.context(TEACHER)?;
         }
         Ok(())

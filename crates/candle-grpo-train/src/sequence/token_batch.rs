@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_loss::StepTotals;
 
@@ -108,8 +108,32 @@ impl TokenBatch {
 
     /// Returns whether a token that trains has a teacher.
     pub(crate) fn has_teacher(&self) -> bool {
-        let mut trained = self.sequences.iter();
-        trained.any(|sequence| sequence.teacher().is_some() && sequence.num_trained_tokens() > 0)
+        self.trained_teachers().next().is_some()
+    }
+
+    /// Checks that the teacher of each sequence with a token that trains is one of `given`.
+    pub(crate) fn ensure_teachers<'a>(&self, given: impl Iterator<Item = &'a str>) -> Result<()> {
+        let given: Vec<&str> = given.collect();
+        let unknown = self
+            .trained_teachers()
+            .find(|(_, name)| !given.contains(name));
+        if let Some((row, name)) = unknown {
+            bail!("sequence {row}: its teacher is {name:?}, must be absent or one of {given:?}");
+        }
+        Ok(())
+    }
+
+    /// Returns whether a token that trains has the teacher with this name.
+    pub(crate) fn is_taught_by(&self, name: &str) -> bool {
+        self.trained_teachers().any(|(_, own)| own == name)
+    }
+
+    /// Returns the sequences with a token that trains and a teacher: their indices, and the
+    /// teacher's name.
+    fn trained_teachers(&self) -> impl Iterator<Item = (usize, &str)> {
+        let sequences = self.sequences.iter().enumerate();
+        let trained = sequences.filter(|(_, sequence)| sequence.num_trained_tokens() > 0);
+        trained.filter_map(|(row, sequence)| Some((row, sequence.teacher()?)))
     }
 
     /// Returns this batch with `sequences`, which have the same responses with the same weights.

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
-use crate::learn::actor::{ensure_master_weights, stored_form, weight_division};
+use crate::learn::actor::{divides_weights, ensure_master_weights, stored_form};
 use candle_grpo_base::within;
 
 /// Supervised training settings.
@@ -206,12 +206,11 @@ impl SftConfig {
     /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
     /// not divide them.
     pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
-        weight_division(
-            &self.optimizer,
-            self.compute_dtype,
-            self.adapters.is_some(),
-            (collective, self.sharding),
-        )
+        let (dtype, has_adapters) = (self.compute_dtype, self.adapters.is_some());
+        if !divides_weights(&self.optimizer, dtype, has_adapters, self.sharding) {
+            return None;
+        }
+        self.optimizer.division(dtype.into(), collective)
     }
 
     /// Policy settings. The policy loss is not used.

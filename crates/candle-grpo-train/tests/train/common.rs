@@ -7,6 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{PaddedTokens, PolicyLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, LayerType, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device, on_ranks};
+use candle_grpo_train::learn::Models;
+use candle_grpo_train::learn::step::{self, StepBatch};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::run::StepRecord;
 use candle_grpo_train::sequence::Batch;
@@ -148,6 +150,20 @@ pub(crate) fn config() -> TrainConfig {
         micro_batch_size: 5,
         ..TrainConfig::default()
     }
+}
+
+/// A step's completions to `prompts`, as a custom loop makes them.
+pub(crate) fn step_batch(
+    models: &Models,
+    prompts: &[Prompt],
+    config: &TrainConfig,
+) -> anyhow::Result<StepBatch> {
+    let prompts: Vec<&Prompt> = prompts.iter().collect();
+    let sampling = &config.sampling;
+    let sampler = models.sampler(sampling.clone())?;
+    let mut groups = step::collect(&sampler, &prompts, config.num_generations, 1)?;
+    step::score(&mut groups, &prompts, &digest, sampling, &tokenizer())?;
+    StepBatch::new(groups, config, device())
 }
 
 pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {

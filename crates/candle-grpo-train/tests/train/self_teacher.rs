@@ -10,9 +10,9 @@ use candle_grpo_loss::{
     DistillationLoss, KlLoss, PolicyLoss, Recipe, TeacherTerm, TeacherTermForm,
 };
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
-use candle_grpo_nn::{Lora, LoraConfig};
+use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig};
 use candle_grpo_test_support::{device, message, stay_on_cpu};
-use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch, TaughtBy};
+use candle_grpo_train::learn::step::{self, Needs, Passes, TaughtBy};
 use candle_grpo_train::learn::{
     MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, SiblingConfig,
     TeacherPart,
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use crate::common::{
     self, assert_ranks_agree, digest, max_difference, model, parameters, parts, pretrained,
-    prompts, run, tokenizer, trainer_of,
+    prompts, run, step_batch, tokenizer, trainer_of,
 };
 
 fn nothing(_: &Sample) -> f32 {
@@ -93,20 +93,10 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
     let teacher = || Reference::new(&model(), &parameters(), ComputeDType::F32);
     models.learn_from(&TeacherPart::other(teacher()?))?;
     let prompts = prompts(&["abc", "d", "ee"]);
-    let prompts: Vec<&Prompt> = prompts.iter().collect();
-    let sampler = models.sampler(config.sampling.clone())?;
-    let mut groups = step::collect(&sampler, &prompts, config.num_generations, 1)?;
-    step::score(
-        &mut groups,
-        &prompts,
-        &digest,
-        &config.sampling,
-        &tokenizer(),
-    )?;
-    let mut batch = StepBatch::new(groups, &config, device())?;
+    let mut batch = step_batch(&models, &prompts, &config)?;
     let read: [&[u32]; 3] = [&[5, 4, 3, 2, 1], &[2], &[1, 1]];
     let teachers = |own: &[u32]| {
-        let teacher = |(prompt, read): (&&Prompt, &[u32])| TaughtBy {
+        let teacher = |(prompt, read): (&Prompt, &[u32])| TaughtBy {
             prompt: Some(([own, &prompt.tokens].concat(), read.to_vec())),
             ..TaughtBy::default()
         };
@@ -138,6 +128,17 @@ fn a_teacher_scores_the_same_completion_after_its_own_prompt() -> anyhow::Result
         "teachers: 1, must be one for each of 12 completions"
     );
     assert!(wrong(teachers(&[1])).starts_with("sequence 0: its prompt does not begin with"));
+
+    // A branch of a trajectory goes on after the prompt of its row, for the teacher as well.
+    let teacher = TaughtBy {
+        prompt: Some((prompts[0].tokens[..1].to_vec(), vec![5, 4])),
+        ..TaughtBy::default()
+    };
+    let mut by = vec![None; 12];
+    by[0] = Some(teacher);
+    let branch = plain.with_teachers(by)?;
+    let read = branch.tokens().sequences()[0].for_teacher();
+    assert_eq!(read.prompt(), [&[5, 4], &prompts[0].tokens[1..]].concat());
     Ok(())
 }
 
@@ -280,19 +281,24 @@ fn a_run_that_resumes_with_another_schedule_is_an_error() {
 fn a_frozen_teacher_needs_the_first_model() {
     let mut config = two_terms();
     config.recipe.policy_loss.kl = None;
-    let build = |seed: u64| {
+    let build = |seed: u64, refresh| {
         trainer_of(TrainerParts {
             parameters: common::drawn_parameters(&model(), seed, device()),
-            teacher: Some(reading("{prompt}ab", None)),
+            teacher: Some(reading("{prompt}ab", refresh)),
             ..parts(digest, config.clone())
         })
     };
     let folder = tempfile::tempdir().unwrap();
-    save(&build(3), folder.path());
-    build(3).load_state(folder.path()).unwrap();
-    let error = build(4).load_state(folder.path()).unwrap_err();
+    save(&build(3, None), folder.path());
+    build(3, None).load_state(folder.path()).unwrap();
+    let error = build(4, None).load_state(folder.path()).unwrap_err();
     let words = "the run began with other weights";
     assert!(format!("{error:#}").contains(words), "{error:#}");
+    // One that follows the policy is saved.
+    let folder = tempfile::tempdir().unwrap();
+    let follows = || refresh(1, 0.5);
+    save(&build(3, follows()), folder.path());
+    build(4, follows()).load_state(folder.path()).unwrap();
 }
 
 #[rstest]
@@ -433,6 +439,42 @@ fn a_teacher_sees_the_best_sibling() {
         "{found} {}",
         sum / count
     );
+}
+
+/// A teacher with few positions, or with a long prompt.
+#[rstest]
+#[case::another(TeacherPart::other(with_positions(8)), 0, 8)]
+#[case::itself(reading(&format!("{{prompt}}{}", "ab".repeat(8)), None), 16, 24)]
+fn a_completion_that_its_teacher_cannot_read_has_none(
+    #[case] teacher: TeacherPart,
+    #[case] added: usize,
+    #[case] positions: usize,
+) {
+    let mut config = two_terms();
+    config.recipe.policy_loss.kl = None;
+    let mut trainer = trainer_of(TrainerParts {
+        teacher: Some(teacher),
+        ..parts(digest, config)
+    });
+    let metrics = trainer.step().unwrap();
+    let records = trainer.rollouts(&Default::default()).unwrap();
+    let lengths = records
+        .iter()
+        .map(|x| x.prompt.len() + added + x.response_length);
+    let taught = lengths.filter(|&length| length <= positions).count();
+    assert!(0 < taught && taught < records.len(), "{taught}");
+    let share = taught as f64 / records.len() as f64;
+    assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
+    // A single teacher has no metrics of its own.
+    assert!(!metrics.policy.keys().any(|name| name.contains('/')));
+}
+
+fn with_positions(max_position_embeddings: usize) -> Reference {
+    let model = DecoderConfig {
+        max_position_embeddings,
+        ..model()
+    };
+    Reference::new(&model, &parameters(), ComputeDType::F32).unwrap()
 }
 
 /// The tokens of a completion, which ends with a stop token unless it is too long.
@@ -606,6 +648,14 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
         let error = message(Trainer::new(parts));
         assert!(error.starts_with(&format!("teacher.{words}")), "{error}");
     }
+    let alone = TrainConfig {
+        num_generations: 1,
+        ..TrainConfig::default()
+    };
+    let shown = with_sibling(source(Some("{sibling}"), None), 1.);
+    let words = "sibling: given, must be absent with num_generations: 1";
+    assert!(message(shown.validate(&alone)).starts_with(words));
+    shown.validate(&train).unwrap();
     let divided = TrainConfig {
         sharding: Sharding::Resident,
         ..in_bf16(two_terms())

@@ -3,27 +3,32 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_grpo_core::advantage::TeacherWeight;
+use candle_grpo_core::inputs::Input;
 use candle_grpo_core::{AdvantagePipeline, GroupAdvantage, Kl, KlEstimator, TokenAdvantage};
 use candle_grpo_loss::{
     DistillationLoss, PolicyLoss, Recipe, Support, TeacherTerm, TeacherTermForm,
 };
 use candle_grpo_nn::optim::AdamWConfig;
 use candle_grpo_test_support::{device, message, stay_on_cpu};
+use candle_grpo_train::learn::step::{self, Needs, Passes, StepBatch, TaughtBy};
 use candle_grpo_train::learn::{
-    Reference, SelfTeacherConfig, Teacher, TeacherDistributions, TeacherPart,
+    Models, Ranks, Reference, SelfTeacherConfig, Teacher, TeacherDistributions, TeacherPart,
+    TrainerState,
 };
 use candle_grpo_train::run::RolloutLogConfig;
+use candle_grpo_train::sequence::Batch;
 use candle_grpo_train::{
     ComputeDType, Progress, Prompt, Sample, TokenBatch, TrainConfig, Trainer, TrainerParts,
+    TrainingBatch,
 };
 use rstest::rstest;
 use serde_json::json;
 
 use crate::common::{
     self, assert_ranks_agree, digest, drawn_parameters, max_difference, model, parameters, parts,
-    run, tokenizer, trainer_of,
+    run, step_batch, tokenizer, trainer_of,
 };
 use crate::engines::log_distributions;
 
@@ -202,6 +207,47 @@ fn two_teachers_are_two_runs_of_one_teacher_on_their_rows(
     assert!(largest > 1e-4, "{largest}");
 }
 
+/// A micro-batch has the distributions of all teachers on servers, and rows of some of them.
+#[test]
+fn a_teacher_without_a_row_in_a_micro_batch_has_no_part_in_it() {
+    let config = config(of_distributions(Support::Vocabulary));
+    let models = Models::new(model(), parameters(), &config).unwrap();
+    let tokens = step_batch(&models, &prompts(), &config).unwrap();
+    let tokens = tokens.tokens();
+    let totals = tokens.totals();
+    let taught_by = |names: [&str; 2]| {
+        let sequences = tokens.sequences().iter().enumerate();
+        let sequences = sequences.map(|(i, sequence)| {
+            let name = if i < 4 { names[0] } else { names[1] };
+            sequence.clone().with_teacher(Some(name.into()))
+        });
+        let batch = Batch::new(sequences.collect()).unwrap();
+        TokenBatch::of_batch(&batch, device()).unwrap()
+    };
+    let pass = |names: [&str; 2], given: &[&str]| {
+        let tokens = taught_by(names);
+        let zeros = Tensor::zeros(20, DType::F32, device()).unwrap();
+        let mut batch = TrainingBatch::new(tokens.clone(), &zeros);
+        for (name, seed) in given.iter().zip(9..) {
+            let found = policy(seed).distributions(&tokens).unwrap();
+            batch.teachers.insert((*name).to_owned(), found);
+        }
+        let mut actor = Models::new(model(), parameters(), &config).unwrap().actor;
+        let metrics = actor.forward_backward(&batch, &totals).unwrap();
+        let gradients = actor.gradients().iter();
+        let copies = gradients.map(|(name, x)| (name.to_owned(), x.copy().unwrap()));
+        (metrics, copies.collect::<BTreeMap<_, _>>())
+    };
+    let (metrics, alone) = pass(["a", "a"], &["a"]);
+    let (found, gradients) = pass(["a", "a"], &["a", "b"]);
+    assert_eq!(found, metrics);
+    for (name, gradient) in &gradients {
+        assert_eq!(max_difference(gradient, &alone[name]), 0., "{name}");
+    }
+    let (found, _) = pass(["a", "b"], &["a", "b"]);
+    assert!(found.get("divergence/b").is_some());
+}
+
 /// A single teacher of some rows is one of all rows whose other sequences do not train.
 #[rstest]
 #[case::log_probs(of_loss(TeacherTermForm::default()))]
@@ -299,6 +345,100 @@ fn a_step_without_a_teacher_is_skipped(#[case] recipe: Recipe) {
     }
 }
 
+/// Without a share in the loss, the advantages need not be 0.
+#[test]
+fn a_step_that_learns_from_teachers_alone_is_skipped_without_one() {
+    let teacher = by_source(vec![("nobody", TeacherPart::other(policy(9)))]);
+    let config = config(of_distributions(Support::Vocabulary));
+    let mut trainer = trainer_of(step_parts(&config, teacher));
+    let metrics = trainer.step().unwrap();
+    let reason = metrics.skip_reason.as_deref();
+    assert_eq!(reason, Some("no completion has a teacher"));
+    let records = trainer.rollouts(&RolloutLogConfig::default()).unwrap();
+    assert!(records.iter().any(|x| x.advantage.is_some_and(|a| a != 0.)));
+}
+
+/// A custom loop may have completions that no sampler has drawn.
+#[rstest]
+#[case::drawn(true, false)]
+#[case::with_input(false, true)]
+#[case::without(false, false)]
+fn completions_without_log_probs_have_no_ratio_to_the_sampler(
+    #[case] is_drawn: bool,
+    #[case] has_input: bool,
+) -> anyhow::Result<()> {
+    let config = config(of_loss(TeacherTermForm::default()));
+    let mut models = Models::new(model(), parameters(), &config)?;
+    models.learn_from(&by_source(vec![("a", TeacherPart::other(policy(9)))]))?;
+    let mut groups = step_batch(&models, &prompts(), &config)?.groups().clone();
+    if !is_drawn {
+        for rollout in &mut groups.rollouts {
+            rollout.completion.log_probs = None;
+            rollout.completion.drawn_log_probs = Vec::new();
+        }
+    }
+    let taught_by = TaughtBy {
+        name: "a".into(),
+        ..TaughtBy::default()
+    };
+    let batch = StepBatch::new(groups, &config, device())?;
+    let mut batch = batch.with_teachers(vec![Some(taught_by); 20])?;
+    if has_input {
+        let zeros = Tensor::zeros(batch.tokens().dims(), DType::F32, device())?;
+        batch = batch.with_input(Input::RolloutLogProbs, zeros);
+    }
+    let ranks = Ranks::default();
+    let passes = Passes::new(&config, &ranks)?;
+    let mut state = TrainerState::new(&config);
+    state.steps += 1;
+    let needs = [Input::OldLogProbs, Input::TeacherLogProbs].into();
+    step::signals(&mut batch, needs, &models, &config, passes)?;
+    step::advantages(&mut batch, None, &config, &mut state)?;
+    let found = step::update(Some(&batch), &mut models, None, &config, &mut state, passes)?;
+    assert_eq!(found.updates, 1);
+    let has_ratio = found.metrics.contains_key("teacher_log_ratio/a");
+    assert_eq!(has_ratio, is_drawn || has_input);
+    Ok(())
+}
+
+/// In a custom loop that does not give the teacher of each completion, all have the same one.
+#[rstest]
+#[case::log_probs(of_loss(TeacherTermForm::default()))]
+#[case::distributions(of_distributions(Support::Vocabulary))]
+fn a_completion_whose_teacher_is_not_given_is_named(#[case] recipe: Recipe) -> anyhow::Result<()> {
+    let config = config(recipe);
+    let mut models = Models::new(model(), parameters(), &config)?;
+    models.learn_from(&by_source(vec![("a", TeacherPart::other(policy(9)))]))?;
+    let batch = step_batch(&models, &prompts(), &config)?;
+    let ranks = Ranks::default();
+    let passes = Passes::new(&config, &ranks)?;
+    let mut step = |mut batch: StepBatch| {
+        let mut state = TrainerState::new(&config);
+        state.steps += 1;
+        let needs = Needs::new(&config, None).all();
+        step::signals(&mut batch, needs, &models, &config, passes)?;
+        step::advantages(&mut batch, None, &config, &mut state)?;
+        step::update(Some(&batch), &mut models, None, &config, &mut state, passes)
+    };
+    let words = "sequence 0: its teacher is \"\", must be absent or one of [\"a\"]";
+    assert_eq!(message(step(batch.clone())), words);
+    let taught = |by: [Option<&str>; 20]| {
+        batch.clone().with_teachers(by.map(|name| {
+            name.map(|name| TaughtBy {
+                name: name.into(),
+                ..TaughtBy::default()
+            })
+        }))
+    };
+    let mut by = [None; 20];
+    by[3] = Some("b");
+    let words = "sequence 3: its teacher is \"b\", must be absent or one of [\"a\"]";
+    assert_eq!(message(step(taught(by)?)), words);
+    by[3] = Some("a");
+    assert_eq!(step(taught(by)?)?.updates, 1);
+    Ok(())
+}
+
 #[rstest]
 #[case::log_probs(of_loss(TeacherTermForm::default()))]
 #[case::distributions(of_distributions(Support::Teacher { k: 2 }))]
@@ -357,12 +497,26 @@ fn teachers_that_contradict_each_other_are_named() {
             "teacher.a: several teachers, must be one",
         ),
         (
+            by_source(vec![("", other())]),
+            "teacher: teachers: one has no name, must have one",
+        ),
+        (
             by_source(vec![("a", wrong)]),
             "teacher.a.prompt: absent, must be given",
         ),
     ] {
         let config = config(of_distributions(Support::Vocabulary));
-        let error = message(Trainer::new(step_parts(&config, teacher)));
+        let mut models = Models::new(model(), parameters(), &config).unwrap();
+        let found = models.learn_from(&teacher);
+        // The settings of a teacher are those of a trainer.
+        if !words.contains("prompt") {
+            let error = format!("{:#}", found.unwrap_err());
+            assert!(words.ends_with(&error), "{error}");
+        }
+        let error = format!(
+            "{:#}",
+            Trainer::new(step_parts(&config, teacher)).err().unwrap()
+        );
         assert!(error.starts_with(words), "{error}");
     }
 }

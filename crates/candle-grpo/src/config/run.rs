@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
+use candle_grpo_core::selection::GroupSummary;
 use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
@@ -273,6 +274,7 @@ impl RunConfig {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
             return Err(Problem::at(REWARDS, message));
         }
+        self.validate_group_filter()?;
         if self.train.rollout.partial && self.environment.is_some() {
             let message =
                 "true, must be false with an environment, whose trajectories end in their step";
@@ -459,6 +461,26 @@ impl RunConfig {
         let environment = self.environment.as_ref();
         let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
         self.rewards.len() + usize::from(gives_rewards)
+    }
+
+    /// Rejects a group filter that drops every group, because there are no rewards.
+    fn validate_group_filter(&self) -> Result<(), Problem> {
+        let without_rewards = GroupSummary {
+            mean: 0.,
+            std: 0.,
+            count: self.train.num_generations,
+            zero_variance: true,
+        };
+        match &self.train.recipe.group_filter {
+            Some(filter)
+                if self.num_reward_components() == 0 && !filter.keeps(&without_rewards) =>
+            {
+                let message =
+                    "drops every group, must be null without rewards, which are then all 0";
+                Err(Problem::at("recipe.group_filter", message))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Rejects component weights unless there is one per reward.

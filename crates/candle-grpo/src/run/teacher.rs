@@ -13,32 +13,75 @@ use candle_grpo_train::{Dataset, Pretrained, Prompt};
 use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
 
+/// Returns the prompts of each teacher by its name, which is empty for a single one.
+fn prompts_by_teacher<'a>(
+    config: &RunConfig,
+    prompts: &'a [Prompt],
+) -> BTreeMap<String, Vec<&'a Prompt>> {
+    let by = config
+        .teacher
+        .as_ref()
+        .and_then(|teacher| teacher.by.as_ref());
+    let mut found = BTreeMap::<String, Vec<&Prompt>>::new();
+    for prompt in prompts {
+        let name = match by {
+            Some(by) => teacher_name(&prompt.columns, by),
+            None => Some(String::new()),
+        };
+        if let Some(name) = name {
+            found.entry(name).or_default().push(prompt);
+        }
+    }
+    found
+}
+
+/// Returns the token count of the longest of `prompts` with the longest completion.
+fn longest_sequence(config: &RunConfig, prompts: &[&Prompt]) -> usize {
+    let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
+    let longest = lengths.max().unwrap_or(0);
+    longest.saturating_add(config.train.sampling.max_new_tokens)
+}
+
 /// Checks that a run's teachers have the policy's tokens and enough positions for completions of
-/// `prompts`, without reading their weights. Returns the shapes of those in this process; servers
-/// are not asked before the run.
+/// their `prompts`, without reading their weights. Returns the shapes of those in this process;
+/// servers are not asked before the run.
 ///
 /// # Errors
 ///
-/// Returns an error with the key's line if a teacher cannot be read or does not fit.
+/// Returns an error with the key's line if a teacher cannot be read or does not fit, or one of
+/// several has no prompt.
 pub(super) fn check_teachers(
     config: &RunConfig,
     policy: &Pretrained,
     prompts: &[Prompt],
 ) -> Result<Vec<DecoderConfig>> {
-    let teachers = config.teacher.iter().flat_map(TeacherConfig::each);
-    let models = teachers.filter_map(|(key, _, teacher)| Some((key, teacher.model.as_ref()?)));
-    let checked = models.map(|(key, model)| {
-        let key = format!("{key}.model");
-        check_teacher(config, (&key, model), policy, prompts)
-    });
-    checked.collect()
+    let mut prompts = prompts_by_teacher(config, prompts);
+    let mut shapes = Vec::new();
+    for (key, name, teacher) in config.teacher.iter().flat_map(TeacherConfig::each) {
+        let taught = prompts.remove(name).unwrap_or_default();
+        let by = config
+            .teacher
+            .as_ref()
+            .and_then(|teacher| teacher.by.as_ref());
+        if let (Some(by), true) = (by, taught.is_empty()) {
+            let message = format!("given, but no prompt has {name:?} in the column {by:?}");
+            return Err(config.error(&key, &message).into());
+        }
+        if let Some(model) = &teacher.model {
+            let longest = longest_sequence(config, &taught);
+            let key = format!("{key}.model");
+            shapes.push(check_teacher(config, (&key, model), policy, longest)?);
+        }
+    }
+    Ok(shapes)
 }
 
+/// Checks a teacher in this process, which reads sequences of up to `longest` tokens.
 fn check_teacher(
     config: &RunConfig,
     (key, model): (&str, &Path),
     policy: &Pretrained,
-    prompts: &[Prompt],
+    longest: usize,
 ) -> Result<DecoderConfig> {
     let read = || -> Result<Pretrained> {
         let path = model_path(model)?;
@@ -60,7 +103,6 @@ fn check_teacher(
         ))
         .into());
     }
-    let longest = longest_sequence(config, prompts);
     let positions = teacher.model.max_position_embeddings;
     if longest > positions {
         return Err(wrong(&format!(
@@ -77,57 +119,44 @@ fn check_teacher(
 /// # Errors
 ///
 /// Returns an error with file and line if a row has no prompt for the teacher, and with the key's
-/// line if a prompt is too long for the positions of the model, or one of several teachers has no
-/// row.
+/// line if a prompt is too long for the positions of the model.
 pub(super) fn self_teacher(
     config: &RunConfig,
     dataset: &Dataset,
     train: &[Prompt],
     pretrained: &Pretrained,
 ) -> Result<Option<(SelfTeacherConfig, usize)>> {
-    let mut found = None;
-    for (key, name, teacher) in config.teacher.iter().flat_map(TeacherConfig::each) {
-        let by = config
-            .teacher
-            .as_ref()
-            .and_then(|teacher| teacher.by.as_ref());
-        let is_taught = |prompt: &&Prompt| {
-            by.is_none_or(|by| teacher_name(&prompt.columns, by).as_deref() == Some(name))
-        };
-        let mut taught = train.iter().filter(is_taught).peekable();
-        if let (Some(by), None) = (by, taught.peek()) {
-            let message = format!("given, but no prompt has {name:?} in the column {by:?}");
-            return Err(config.error(&key, &message).into());
-        }
-        let Some(own) = &teacher.own else {
-            continue;
-        };
-        let prompts = own.prompts(config.chat_template(pretrained)?)?;
-        let length = config.train.sampling.max_new_tokens;
-        let (sibling, mut longest) = match &own.sibling {
-            Some(_) => (Some(""), length),
-            None => (None, 0),
-        };
-        let shown = longest;
-        for prompt in taught {
-            let tokens = prompts.tokens(prompt, sibling, &pretrained.tokenizer);
-            let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
-                Some(row) => row.place(),
-                None => format!("prompt {}", prompt.index),
-            });
-            longest = longest.max(tokens?.len() + shown);
-        }
-        let positions = pretrained.model.max_position_embeddings;
-        if longest.saturating_add(length) > positions {
-            let message = format!(
-                "a prompt of {longest} tokens, must be at most {}: the model has {positions} positions, and completions up to {length} tokens",
-                positions.saturating_sub(length)
-            );
-            return Err(config.error(&format!("{key}.self"), &message).into());
-        }
-        found = Some((own.clone(), longest));
+    let mut teachers = config.teacher.iter().flat_map(TeacherConfig::each);
+    let own = teachers.find_map(|(key, name, teacher)| Some((key, name, teacher.own.as_ref()?)));
+    let Some((key, name, own)) = own else {
+        return Ok(None);
+    };
+    let prompts = own.prompts(config.chat_template(pretrained)?)?;
+    let sibling = own.sibling.map(|_| "");
+    let taught = prompts_by_teacher(config, train).remove(name);
+    let mut longest = 0;
+    for prompt in taught.unwrap_or_default() {
+        let tokens = prompts.tokens(prompt, sibling, &pretrained.tokenizer);
+        let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
+            Some(row) => row.place(),
+            None => format!("prompt {}", prompt.index),
+        });
+        longest = longest.max(tokens?.len());
     }
-    Ok(found)
+    let length = config.train.sampling.max_new_tokens;
+    let positions = pretrained.model.max_position_embeddings;
+    let most = positions.saturating_sub(length);
+    if longest > most {
+        let message = format!(
+            "a prompt of {longest} tokens, must be at most {most}: the model has {positions} positions, and completions up to {length} tokens"
+        );
+        return Err(config.error(&format!("{key}.self"), &message).into());
+    }
+    if sibling.is_some() {
+        // Without a teacher if they do not fit.
+        longest = longest.saturating_add(length).min(most);
+    }
+    Ok(Some((own.clone(), longest)))
 }
 
 /// Loads a run's teachers, if it has any, for rows with up to `longest_row` tokens. `policy` is the
@@ -146,6 +175,7 @@ pub(super) fn load_teacher(
     let Some(teacher) = &config.teacher else {
         return Ok(None);
     };
+    let taught = prompts_by_teacher(config, prompts);
     let load = |(key, name, teacher): (String, &str, &TeacherConfig)| {
         let wrong = |kind: &str, error: anyhow::Error| {
             config.error(&format!("{key}.{kind}"), &format!("{error:#}"))
@@ -156,7 +186,8 @@ pub(super) fn load_teacher(
                 chat_template: policy.chat_template.clone(),
             },
             (_, Some(server), _) => {
-                let teacher = on_servers(server, longest_sequence(config, prompts));
+                let taught = taught.get(name).map(Vec::as_slice).unwrap_or_default();
+                let teacher = on_servers(server, longest_sequence(config, taught));
                 TeacherPart::Other(teacher.map_err(|error| wrong("server", error))?)
             }
             (Some(model), ..) => {
@@ -204,9 +235,4 @@ fn on_servers(config: &RolloutConfig, longest: usize) -> Result<Arc<dyn Teacher>
 #[cfg(not(feature = "engines"))]
 fn on_servers(_: &RolloutConfig, _: usize) -> Result<Arc<dyn Teacher>> {
     anyhow::bail!("given, must be absent: this program was built without the feature engines")
-}
-
-/// Returns the token count of the longest prompt with the longest completion.
-fn longest_sequence(config: &RunConfig, prompts: &[Prompt]) -> usize {
-    Prompt::longest(prompts) + config.train.sampling.max_new_tokens
 }

@@ -202,8 +202,13 @@ fn a_teacher_that_does_not_fit_is_named() {
         ),
         (
             "{model: teacher}",
-            "{self: {prompt: '{prompt}abcdeabcdea{sibling}', sibling: {}}}",
-            Some("run.yaml:3: teacher.self: a prompt of 20 tokens, must be at most 18"),
+            "{self: {prompt: '{prompt}abcdeabcdeabcde{sibling}', sibling: {}}}",
+            None,
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}abcdeabcdeabcdea{sibling}', sibling: {}}}",
+            Some("run.yaml:3: teacher.self: a prompt of 19 tokens, must be at most 18"),
         ),
         (
             "{model: teacher}",
@@ -267,6 +272,45 @@ fn a_teacher_that_does_not_fit_is_named() {
                 assert!(said(&output).contains(words), "{}", said(&output));
             }
         }
+    }
+}
+
+/// A teacher must have room for its own rows only.
+#[test]
+fn a_teacher_fits_the_rows_that_it_teaches() {
+    let folder = folder(CONFIG);
+    let path = folder.path();
+    write_long_model(&path.join("teacher"), "abcde", 24, 4);
+    write_long_model(&path.join("short"), "abcde", 8, 4);
+    let rows = [
+        ("abc", "long"),
+        ("d", "short"),
+        ("ee", "short"),
+        ("cabd", "none"),
+    ];
+    let rows = rows.map(|(prompt, source)| json!({"prompt": prompt, "source": source}).to_string());
+    std::fs::write(path.join("data.jsonl"), rows.join("\n")).unwrap();
+    for (long, short, words) in [
+        ("teacher", "short", None),
+        (
+            "short",
+            "teacher",
+            Some("teacher.models.long.model: has 8 positions, must have at least 9"),
+        ),
+    ] {
+        let teachers = format!(
+            "{{by: source, models: {{long: {{model: {long}}}, short: {{model: {short}}}}}}}"
+        );
+        let text = CONFIG.replace("{model: teacher}", &teachers);
+        std::fs::write(path.join("run.yaml"), text).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        let code = if words.is_some() { 3 } else { 0 };
+        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
+        assert!(
+            said(&output).contains(words.unwrap_or("")),
+            "{}",
+            said(&output)
+        );
     }
 }
 
@@ -363,6 +407,29 @@ fn a_run_with_a_teacher_needs_no_reward() {
         let output = grpo(path, &["check", "run.yaml"]);
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));
         assert!(said(&output).contains("rewards: none, must be at least one"));
+    }
+    // Without rewards, all groups are equal.
+    for (filter, is_valid) in [
+        ("{}", false),
+        ("{spread: false, mean_above: 0.5}", false),
+        ("{spread: false, mean_below: 0.5}", true),
+        ("null", true),
+    ] {
+        let text = config.replace(
+            "{policy_loss",
+            &format!("{{group_filter: {filter}, policy_loss"),
+        );
+        std::fs::write(path.join("run.yaml"), text).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        let words = "recipe.group_filter: drops every group, must be null without rewards";
+        assert_eq!(
+            said(&output).contains(words),
+            !is_valid,
+            "{}",
+            said(&output)
+        );
+        let code = if is_valid { 0 } else { 3 };
+        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
     }
 }
 

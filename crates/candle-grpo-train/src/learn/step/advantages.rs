@@ -123,21 +123,25 @@ impl StepBatch {
         Ok(means.collect())
     }
 
-    /// Returns whether the step learns only from the rewards, and all advantages are 0: also if no
-    /// token has a teacher.
-    /// Synchronizes with the device.
-    pub(in crate::learn) fn has_no_signal(&self, config: &TrainConfig) -> Result<bool> {
+    /// Returns the reason why the step has nothing to learn: all advantages are 0, or have no share
+    /// in the loss, and no token has a teacher. `None` if it has. Synchronizes with the device.
+    pub(in crate::learn) fn why_no_signal(
+        &self,
+        config: &TrainConfig,
+    ) -> Result<Option<&'static str>> {
         let recipe = &config.recipe;
         let has_terms =
             recipe.policy_loss.distillation.is_some() || recipe.distillation_loss.is_some();
         let reward_alone =
             recipe.policy_loss.positive_nll.is_none() && !(has_terms && self.tokens.has_teacher());
-        match &self.advantages {
-            // They have no share in the loss.
-            Some(_) if reward_alone && has_terms && recipe.policy_loss.loss_coef == 0. => Ok(true),
-            Some(advantages) if reward_alone => is_zero(advantages),
-            _ => Ok(false),
-        }
+        let teachers_alone = has_terms && recipe.policy_loss.loss_coef == 0.;
+        Ok(match &self.advantages {
+            Some(_) if reward_alone && teachers_alone => Some("no completion has a teacher"),
+            Some(advantages) if reward_alone && is_zero(advantages)? => {
+                Some("all advantages are 0")
+            }
+            _ => None,
+        })
     }
 }
 

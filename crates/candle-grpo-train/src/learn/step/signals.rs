@@ -23,8 +23,8 @@ use crate::{Rollout, Sequence, TokenBatch, TrainConfig};
 ///
 /// # Errors
 ///
-/// If a model that an input needs is absent or fails, and with [`Interrupted`](crate::Interrupted)
-/// if the progress of `passes` cancels.
+/// If a model that an input needs is absent or fails, a sequence has another teacher than those of
+/// `models`, and with [`Interrupted`](crate::Interrupted) if the progress of `passes` cancels.
 pub fn signals<C: ModelConfig>(
     batch: &mut StepBatch,
     needs: Inputs,
@@ -63,15 +63,19 @@ pub fn signals<C: ModelConfig>(
                 if models.teachers.iter().next().is_none() {
                     absent(input, "teacher")?;
                 }
+                tokens.ensure_teachers(models.teachers.iter().map(|(name, _)| name))?;
+                let has_names = models.teachers.iter().any(|(name, _)| !name.is_empty());
+                let sampled = has_names.then(|| sampled_log_probs(batch)).transpose()?;
+                let sampled = sampled.flatten();
                 let mut sum = None;
                 for (name, teacher) in models.teachers.iter() {
                     let Some((read, rows)) = tokens.for_teacher(name)? else {
                         continue;
                     };
                     let own = tokens.spread(&fixed(teacher, &read)?, &rows)?;
-                    if !name.is_empty() {
+                    if let Some(sampled) = &sampled {
                         let counts = |sequence: &Sequence| sequence.teacher() == Some(name);
-                        let ratio = log_ratio(&own, batch, &tokens.mask_of(counts)?)?;
+                        let ratio = log_ratio(&own, sampled, &tokens.mask_of(counts)?)?;
                         ratios.insert(&format!("teacher_log_ratio/{name}"), ratio);
                     }
                     sum = Some(match sum {
@@ -106,9 +110,19 @@ fn teacher_mask(batch: &StepBatch) -> Result<Option<Tensor>> {
     (!all).then(|| tokens.mask_of(is_taught)).transpose()
 }
 
+/// The log-probs of the sampler, if all completions have them.
+fn sampled_log_probs(batch: &StepBatch) -> Result<Option<Tensor>> {
+    if let Some(found) = batch.inputs.get(&Input::RolloutLogProbs) {
+        return Ok(Some(found.clone()));
+    }
+    let mut rows = batch.groups.rollouts.iter().flat_map(Rollout::rows);
+    let is_given = rows.all(|(_, completion)| completion.reported_log_probs().is_ok());
+    let found = is_given.then(|| of_rollouts(batch, Input::RolloutLogProbs));
+    found.transpose()
+}
+
 /// The mean over `mask` of a teacher's log-probs minus those of the sampler.
-fn log_ratio(teacher: &Tensor, batch: &StepBatch, mask: &Tensor) -> Result<MetricValue> {
-    let sampled = rollout_log_probs(&batch.groups.rollouts, batch.device())?;
+fn log_ratio(teacher: &Tensor, sampled: &Tensor, mask: &Tensor) -> Result<MetricValue> {
     let ratio = Mask::new(mask)?.select(&(teacher - sampled)?)?;
     let sum = f64::from(ratio.sum_all()?.to_scalar::<f32>()?);
     let count = f64::from(mask.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?);
