@@ -12,7 +12,7 @@ use candle_grpo_test_support::WATCHDOG;
 use rstest::rstest;
 use tempfile::TempDir;
 
-use super::weak::{PART, WITHOUT_NAMESPACES, again, again_as_user};
+use super::weak::{PART, WITHOUT_NAMESPACES, again, again_as_user, install};
 use super::{NEVER, Witness, is_isolated, python};
 
 /// Small limits, which must hold.
@@ -181,13 +181,6 @@ fn open_folder() -> TempDir {
     folder
 }
 
-/// Writes a file that others can execute, below directories that are made.
-fn write_script(path: &Path, text: &str) {
-    fs::create_dir_all(path.parent().unwrap()).unwrap();
-    fs::write(path, text).unwrap();
-    fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
-}
-
 fn script(path: &Path) -> Program {
     let command = [path.display().to_string(), "of the command".to_owned()];
     Program::new(&command, None, NEVER, NEVER).with_isolation(Some(&small()))
@@ -202,10 +195,10 @@ fn interpreter(folder: &Path) -> String {
         place("bin/other"),
         place("lib/library"),
     );
-    write_script(&library, "library");
-    write_script(&other, &format!("#!/bin/sh\ncat {}\n", library.display()));
+    install(&library, "library");
+    install(&other, format!("#!/bin/sh\ncat {}\n", library.display()));
     let text = format!("#!/bin/sh\necho \"$*\" $({})\n", other.display());
-    write_script(&path, &text);
+    install(&path, &text);
     path.display().to_string()
 }
 
@@ -221,7 +214,7 @@ fn a_script_has_its_interpreter(#[case] line: &str, #[case] options: &str) {
     let (installed, folder) = (open_folder(), open_folder());
     let path = folder.path().join("script");
     let line = line.replace("{interpreter}", &interpreter(installed.path()));
-    write_script(&path, &format!("{line}\nno text for a shell (\n"));
+    install(&path, format!("{line}\nno text for a shell (\n"));
     let expected = format!("{options}{} of the command library", path.display());
     assert_eq!(line_of(&script(&path)), expected);
 }
@@ -233,9 +226,9 @@ fn an_interpreter_may_be_in_any_directory() {
     }
     let (elsewhere, folder) = (open_folder(), open_folder());
     let interpreter = elsewhere.path().join("interpreter");
-    write_script(&interpreter, "#!/bin/sh\necho \"$2\"\n");
+    install(&interpreter, "#!/bin/sh\necho \"$2\"\n");
     let path = folder.path().join("script");
-    write_script(&path, &format!("#!{}\n", interpreter.display()));
+    install(&path, format!("#!{}\n", interpreter.display()));
     assert_eq!(line_of(&script(&path)), "of the command");
 }
 
@@ -246,7 +239,7 @@ fn a_script_of_a_name_in_path_starts() {
     }
     let folder = open_folder();
     let path = folder.path().join("script");
-    write_script(
+    install(
         &path,
         "#!/usr/bin/env python3\nimport json, sys\nprint(sys.argv[1:])",
     );
@@ -277,9 +270,9 @@ fn a_launcher_of_python_need_not_be_visible() {
     );
     let (mut program, _folder) = program("import sys\nprint(sys.executable)", &small());
     let python = program.command[0].clone();
-    write_script(&settings, &format!("python={python}\n"));
+    install(&settings, format!("python={python}\n"));
     let text = format!("#!/bin/sh\n. {}\nexec $python \"$@\"\n", settings.display());
-    write_script(&launcher, &text);
+    install(&launcher, &text);
     let expected = line_of(&program);
     program.command[0] = launcher.display().to_string();
     assert_eq!(line_of(&program), expected);
@@ -293,20 +286,17 @@ fn a_script_has_the_virtual_environment_around_it() {
     }
     let (installed, folder) = (open_folder(), open_folder());
     let library = installed.path().join("library");
-    write_script(&library, "library\n");
+    install(&library, "library\n");
     let (python, library) = (folder.path().join("bin/python"), library.display());
     // It names its files when it is asked, as Python does.
     let text = format!(
         "#!/bin/sh\necho {}\necho {library}\ncat {library}\n",
         python.display()
     );
-    write_script(&python, &text);
-    write_script(&folder.path().join("pyvenv.cfg"), "");
+    install(&python, &text);
+    install(&folder.path().join("pyvenv.cfg"), "");
     let path = folder.path().join("bin/server");
-    write_script(
-        &path,
-        &format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"),
-    );
+    install(&path, format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"));
     assert_eq!(line_of(&script(&path)), "library");
 }
 
@@ -327,7 +317,7 @@ fn a_script_that_cannot_start_is_an_error(#[case] line: &str, #[case] words: &st
     fs::copy("/bin/sh", &secret).unwrap();
     fs::set_permissions(&secret, Permissions::from_mode(0o700)).unwrap();
     let line = line.replace("{path}", path.to_str().unwrap());
-    write_script(&path, &line.replace("{secret}", secret.to_str().unwrap()));
+    install(&path, line.replace("{secret}", secret.to_str().unwrap()));
     let error = format!("{:#}", script(&path).check_files().unwrap_err());
     assert!(
         error.starts_with("command: ") && error.contains(words),
