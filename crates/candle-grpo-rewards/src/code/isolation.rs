@@ -75,10 +75,7 @@ impl Isolated {
         visible.extend(program.files());
         visible.extend(start.files);
         if config.network != Network::None {
-            for path in OF_NETWORK.map(PathBuf::from) {
-                visible.extend(path.canonicalize().ok());
-                visible.push(path);
-            }
+            visible.extend(OF_NETWORK.map(PathBuf::from));
         }
         let Probed { sandbox, lacks } = Sandbox::probe(config.limits(), &visible, config.network)?;
         if let Some(lacks) = lacks {

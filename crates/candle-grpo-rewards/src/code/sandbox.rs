@@ -1,5 +1,6 @@
 //! Program isolation, as far as the machine supports it.
 
+use std::ffi::OsString;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -40,8 +41,8 @@ const SYSTEM: [&str; 11] = [
 /// Directories that each isolated program has for itself. A visible directory would cover them.
 const OWN: [&str; 4] = ["/dev/shm", "/proc", "/tmp", "/work"];
 
-/// Maximum number of links in a chain.
-const MAX_LINKS: usize = 16;
+/// Maximum number of links on the way to a file, which is that of Linux.
+const MAX_LINKS: usize = 40;
 
 /// The kind of namespaces that programs run in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -377,7 +378,8 @@ pub(super) fn on_thread<T: Send>(run: impl FnOnce() -> io::Result<T> + Send) -> 
 
 /// Checks that isolated programs can have a path that an option names.
 pub(crate) fn check_visible(option: &str, path: &Path) -> Checked {
-    let covered = with_targets(path).iter().find_map(|path| covered(path));
+    let paths = [real_path(path), path.canonicalize().ok()];
+    let covered = paths.iter().flatten().find_map(|path| covered(path));
     let must = format!(
         "not contain {}, which each isolated program has for itself",
         covered.unwrap_or_default()
@@ -413,12 +415,35 @@ fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
     paths
 }
 
-/// Returns a path with links resolved as [`real_path`] does. If it is a link, its targets follow.
+/// Returns the links on the way to a file, in the order in which they are followed, and then the
+/// file. Their paths lead through no other links. Returns nothing if the file does not exist.
 pub(super) fn with_targets(path: &Path) -> Vec<PathBuf> {
-    let target = |path: &PathBuf| real_path(&path.parent()?.join(path.read_link().ok()?));
-    std::iter::successors(real_path(path), target)
-        .take(MAX_LINKS)
-        .collect()
+    let Some(path) = std::path::absolute(path).ok().filter(|path| path.exists()) else {
+        return Vec::new();
+    };
+    let (mut all, mut real, mut left) = (Vec::new(), PathBuf::new(), reversed(&path));
+    while let Some(part) = left.pop() {
+        match part.to_str() {
+            Some(".") => {}
+            Some("..") => drop(real.pop()),
+            _ => real.push(part),
+        }
+        if all.len() < MAX_LINKS
+            && let Ok(target) = real.read_link()
+        {
+            left.extend(reversed(&target));
+            all.push(real.clone());
+            real.pop();
+        }
+    }
+    all.push(real);
+    all
+}
+
+/// Returns a path's parts, the last first.
+fn reversed(path: &Path) -> Vec<OsString> {
+    let parts = path.components().rev();
+    parts.map(|part| part.as_os_str().to_owned()).collect()
 }
 
 /// Resolves links in the path, except in the last part, which may be a link that programs inspect.
@@ -466,6 +491,26 @@ mod tests {
         for name in ["newest", "new", "data"] {
             assert!(all.contains(&path(name)), "{name}: {all:?}");
         }
+    }
+
+    #[test]
+    fn links_on_the_way_are_visible() {
+        let folder = tempfile::tempdir().unwrap();
+        let real = folder.path().canonicalize().unwrap();
+        let path = |name: &str| real.join(name);
+        let link = |target: &str, name: &str| {
+            std::os::unix::fs::symlink(target, path(name)).unwrap();
+        };
+        std::fs::create_dir_all(path("node-20/bin")).unwrap();
+        std::fs::create_dir(path("bin")).unwrap();
+        std::fs::write(path("node-20/bin/node"), "").unwrap();
+        link("./node-20/", "node");
+        link("../bin/../node/bin/node", "bin/node");
+        link("/", "root");
+        let given = path("root").join(path("bin/node").strip_prefix("/").unwrap());
+        let expected = ["root", "bin/node", "node", "node-20/bin/node"].map(path);
+        assert_eq!(with_targets(&given), expected);
+        assert_eq!(with_targets(&path("node/bin/other")), [] as [PathBuf; 0]);
     }
 
     #[test]

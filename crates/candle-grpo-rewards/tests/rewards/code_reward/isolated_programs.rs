@@ -340,6 +340,22 @@ fn an_interpreter_that_does_not_fit_in_the_limits_is_an_error() {
 }
 
 #[test]
+fn a_program_starts_through_links_of_its_directories() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = |name: &str| folder.path().join(name);
+    let text = format!("#!/bin/sh\ncat {}\n", path("tool/lib/library").display());
+    install(&path("versions/tool-2/bin/tool"), &text);
+    install(&path("versions/tool-2/lib/library"), "library\n");
+    fs::create_dir_all(path("local/bin")).unwrap();
+    symlink("versions/tool-2", path("tool")).unwrap();
+    symlink("../../tool/bin/tool", path("local/bin/tool")).unwrap();
+    assert_eq!(line_of(&script(&path("local/bin/tool"))), "library");
+}
+
+#[test]
 fn a_link_is_visible_with_its_target() {
     if !is_isolated() {
         return;
@@ -355,8 +371,10 @@ fn a_link_is_visible_with_its_target() {
     let text = format!("print(open({:?}).read())", visible.join("data"));
     fs::write(folder.path().join("program.py"), text).unwrap();
     program.folder = Some(link("folder", folder.path()));
-    program.isolation.as_mut().unwrap().visible = vec![visible];
-    assert_eq!(line_of(&program), "42");
+    for path in [&visible, &visible.join("data")] {
+        program.isolation.as_mut().unwrap().visible = vec![path.clone()];
+        assert_eq!(line_of(&program), "42");
+    }
 }
 
 /// Connects to this machine and to a server of the program's own.
