@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::execution::Job;
+use super::execution;
 use super::python::Interpreter;
 use super::sandbox::{Probed, Sandbox, real_path, with_targets};
-use crate::program::{IsolationConfig, Network, Program, Running, interpreter_name};
+use crate::program::{IsolationConfig, Job, Network, Program, Running, interpreter_name};
 
 /// Files with which programs find names in a network.
 const OF_NETWORK: [&str; 6] = [
@@ -107,7 +107,7 @@ impl Isolated {
         variables: &[(&str, String)],
     ) -> Result<Running> {
         let sandbox = &self.sandbox;
-        let job = Job {
+        let job = execution::Job {
             command,
             file: None,
             input: Vec::new(),
@@ -134,18 +134,14 @@ impl Isolated {
 
     /// Returns the reason why a command that ends by itself fails, if it does.
     fn fault(&self, command: &[String], program: &Program) -> Result<Option<String>> {
-        let mut running = self.start(command, program, &[])?;
-        let (_, _, mut stderr) = running.pipes()?;
-        let status = running.wait(TRIAL_LIMIT, &|| false);
-        running.kill();
-        let Some(status) = status else {
-            return Ok(Some(format!("not within {TRIAL_LIMIT:?}")));
-        };
-        let mut errors = Vec::new();
-        stderr.read_to_end(&mut errors)?;
-        let errors = String::from_utf8_lossy(&errors);
-        let fault = format!("{} ({status})", errors.trim());
-        Ok((!status.success()).then_some(fault))
+        let mut job = Job::new(self.start(command, program, &[])?, Vec::new())?;
+        let status = job.wait(TRIAL_LIMIT);
+        let errors = job.end();
+        Ok(match status {
+            Some(status) if status.success() => None,
+            Some(status) => Some(format!("{errors} ({status})")),
+            None => Some(format!("not within {TRIAL_LIMIT:?}")),
+        })
     }
 
     /// Returns the isolated program for these options, which is probed once.

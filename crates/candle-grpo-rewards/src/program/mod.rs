@@ -166,7 +166,7 @@ impl Program {
     ///
     /// Fails if it cannot be started.
     pub fn start_job(&self, input: Vec<u8>, variables: &[(&str, String)]) -> Result<Job> {
-        Job::start(self, input, variables)
+        Job::new(self.spawn(variables)?, input)
     }
 
     /// Starts it as a line reader, which has [`Self::limit`] to exit after its input ends.

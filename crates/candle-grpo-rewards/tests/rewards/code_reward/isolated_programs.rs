@@ -278,6 +278,21 @@ fn a_launcher_of_python_need_not_be_visible() {
     assert_eq!(line_of(&program), expected);
 }
 
+#[test]
+fn a_program_with_much_to_report_starts() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let python = folder.path().join("python");
+    // More than a pipe holds, in both of them. It names its files when it is asked, as Python does.
+    let noise = "head -c 200000 /dev/zero >&2\nhead -c 200000 /dev/zero | tr '\\0' '\\n'";
+    let text = format!("#!/bin/sh\necho {}\n{noise}\n", python.display());
+    install(&python, &text);
+    let expected = python.display().to_string();
+    assert_eq!(line_of(&script(&python)), expected);
+}
+
 /// Scripts of a virtual environment with a long path name their interpreter in a later line.
 #[test]
 fn a_script_has_the_virtual_environment_around_it() {
