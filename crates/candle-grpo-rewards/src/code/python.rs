@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_base::secrets;
 use serde_json::json;
 
 use super::case::Case;
@@ -37,7 +38,10 @@ impl Interpreter {
     /// Fails if it cannot be started, or is not Python 3.6 or newer.
     pub(super) fn find(command: &[String]) -> Result<Self> {
         let (name, options) = command.split_first().context("python: empty")?;
-        let output = Command::new(name)
+        let mut asked = Command::new(name);
+        // It may run files of its installation, such as those of a virtual environment.
+        secrets::remove_from(&mut asked);
+        let output = asked
             .args(options)
             .args(["-c", FIND])
             .stdin(Stdio::null())

@@ -139,9 +139,7 @@ impl Program {
 
     /// Removes variables that hold keys, and adds `variables`.
     pub(crate) fn set_environment(&self, command: &mut Command, variables: &[(&str, String)]) {
-        for variable in secrets::hidden_variables() {
-            command.env_remove(variable);
-        }
+        secrets::remove_from(command);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
     }
 

@@ -453,9 +453,19 @@ print([os.environ.get(name) for name in ('HF_TOKEN', 'TMPDIR', 'OTHER', 'HOME')]
         require_isolation: false,
         ..small()
     };
-    let found = said(script, &isolation);
+    let (mut program, folder) = program(script, &isolation);
+    let found = line_of(&program);
     assert!(found.starts_with("[None, None, 'other', "), "{found}");
     assert!(!is_isolated() || found.ends_with(" '/work']"), "{found}");
+    // Files of its installation may run when it is asked for its directories.
+    let launcher = folder.path().join("python");
+    let text = format!(
+        "#!/bin/sh\n[ -z \"$HF_TOKEN\" ] && exec {} \"$@\"\n",
+        program.command[0]
+    );
+    install(&launcher, &text);
+    program.command[0] = launcher.display().to_string();
+    assert_eq!(line_of(&program), found);
     // Nothing is left in this process's directory for temporary files, and no cgroup.
     let left = |folder: &Path, start: &str| {
         let entries = fs::read_dir(folder).into_iter().flatten();
