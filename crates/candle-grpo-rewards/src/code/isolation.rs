@@ -230,8 +230,11 @@ impl Start {
         let mut start = Self::new(program, &found, scripts + 1)?;
         files.append(&mut start.files);
         // If the path of a virtual environment is long, its scripts are those of a shell first.
-        if let Some(python) = python_beside(path).filter(|_| name.ends_with("sh")) {
-            files.extend(Interpreter::find(&words([&*text(&python), "-s"]))?.files);
+        // Other scripts of a shell do not need the interpreter beside them.
+        if let Some(python) = python_beside(path).filter(|_| name.ends_with("sh"))
+            && let Ok(python) = Interpreter::find(&words([&*text(&python), "-s"]))
+        {
+            files.extend(python.files);
         }
         start.words.extend(options);
         start.words.push(text(path));

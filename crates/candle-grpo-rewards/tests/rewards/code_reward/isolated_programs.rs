@@ -315,6 +315,19 @@ fn a_script_has_the_virtual_environment_around_it() {
     assert_eq!(line_of(&script(&path)), "library");
 }
 
+#[test]
+fn a_script_starts_beside_a_broken_virtual_environment() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = |name: &str| folder.path().join(name);
+    install(&path("bin/python"), "#!/bin/sh\nexit 1\n");
+    install(&path("pyvenv.cfg"), "");
+    install(&path("bin/server"), "#!/bin/sh\necho \"$1\"\n");
+    assert_eq!(line_of(&script(&path("bin/server"))), "of the command");
+}
+
 #[rstest]
 #[case::no_interpreter(
     "#!/no/such/program",
