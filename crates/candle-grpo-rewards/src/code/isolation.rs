@@ -35,6 +35,10 @@ const IN_FOLDER: &str = "cd \"$1\" 2> /dev/null || :; shift; exec \"$@\"";
 const IS_EXECUTABLE: &str =
     "[ -x \"$0\" ] || { echo \"$0: not there, or not executable\" >&2; exit 1; }";
 
+/// Fails unless `$0` is a file that the user can read. Then runs the command that follows.
+const IS_READABLE: &str =
+    "[ -r \"$0\" ] || { echo \"$0: not there, or not readable\" >&2; exit 1; }; exec \"$@\"";
+
 /// Maximum number of scripts that interpret each other, which is that of Linux.
 const MAX_SCRIPTS: usize = 5;
 
@@ -190,7 +194,8 @@ struct Start {
     words: Vec<String>,
     /// Files that it reads.
     files: Vec<PathBuf>,
-    /// A command that ends by itself, and fails if the program or the interpreter cannot start.
+    /// A command that ends by itself. It fails if Python does not start, another program is not
+    /// executable, or a script is not readable.
     trial: Vec<String>,
 }
 
@@ -238,7 +243,13 @@ impl Start {
         }
         start.words.extend(options);
         start.words.push(text(path));
-        Ok(Self { files, ..start })
+        let mut trial = words(["sh", "-c", IS_READABLE, &*text(path)]);
+        trial.append(&mut start.trial);
+        Ok(Self {
+            files,
+            trial,
+            ..start
+        })
     }
 }
 
