@@ -279,6 +279,7 @@ fn a_client_that_leaves_while_the_server_samples_gets_its_answer_later(#[case] e
         setup.server.http.wait_until_held(1);
         drop(stream);
         let again = client.begin(CHAT, &[("x-stainless-retry-count", "1")], &question());
+        client.wait_for_server();
         setup.server.http.release();
         let answer = receive(again).json();
         let content = answer["choices"][0]["message"]["content"].as_str();
