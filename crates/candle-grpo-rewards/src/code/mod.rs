@@ -78,7 +78,8 @@ pub struct CodeConfig {
     /// With a `command`, the statement that reports that assertions have run to their end. It
     /// prints `{marker}` as a line, such as `echo {marker}`.
     pub report: Option<String>,
-    /// Additional files and directories that isolated programs can read.
+    /// Additional files and directories that isolated programs can read. None may contain `/work`,
+    /// `/tmp`, `/dev/shm` or `/proc`, which each program has for itself.
     pub visible: Vec<PathBuf>,
     /// Limits for each execution.
     pub limits: CodeLimits,
