@@ -55,7 +55,7 @@ fn setup(engine: Engine) -> Setup {
     let served = Served {
         model,
         parameters,
-        tokenizer: tokenizer(),
+        tokenizer: Arc::new(tokenizer()),
         end: STOP,
     };
     let (server, draw_path) = match engine {

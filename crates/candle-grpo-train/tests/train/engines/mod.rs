@@ -40,7 +40,7 @@ pub(crate) fn served(log_probs: LogProbs) -> ServedPolicy {
     let served = Served {
         model: model(),
         parameters: parameters(),
-        tokenizer: tokenizer(),
+        tokenizer: Arc::new(tokenizer()),
         end: END,
     };
     ServedPolicy::new(served, log_probs)

@@ -35,7 +35,7 @@ pub(crate) enum LogProbs {
 pub(crate) struct Served {
     pub(crate) model: DecoderConfig,
     pub(crate) parameters: Parameters,
-    pub(crate) tokenizer: Tokenizer,
+    pub(crate) tokenizer: Arc<Tokenizer>,
     /// The end-of-text token.
     pub(crate) end: u32,
 }
@@ -181,7 +181,7 @@ impl ServedPolicy {
     pub(crate) fn drawing(&self, weights: Arc<Weights>) -> Drawing {
         Drawing {
             weights,
-            tokenizer: self.served.tokenizer.clone(),
+            tokenizer: Arc::clone(&self.served.tokenizer),
             log_probs: self.log_probs,
             seeds: Arc::clone(&self.seeds),
         }
@@ -190,7 +190,7 @@ impl ServedPolicy {
 
 /// A policy's state at one request.
 pub(crate) struct Drawing {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     weights: Arc<Weights>,
     log_probs: LogProbs,
     seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
@@ -229,7 +229,7 @@ impl Drawing {
             seeds: seeds.collect(),
             max_new_tokens: sampling.max_new_tokens,
         };
-        let tokenizer = self.tokenizer.clone();
+        let tokenizer = Arc::clone(&self.tokenizer);
         let decode = move |tokens: &[u32]| {
             let text = tokenizer.decode(tokens, true);
             text.map_err(|e| anyhow::anyhow!("{e}"))
