@@ -164,8 +164,8 @@ impl Sandbox {
 
     /// Returns this sandbox with what it lacks: `lacks`, its network, and the filter of calls.
     fn probed(self, lacks: Option<String>, unfiltered: Option<String>) -> Probed {
-        let network = self.is_isolated() && self.shares_network();
-        let network = network.then(|| USES_NETWORK.to_owned());
+        let is_shared = self.network == Network::Loopback && self.isolation == Isolation::User;
+        let network = is_shared.then(|| USES_NETWORK.to_owned());
         let lacks = [lacks, network, unfiltered].into_iter().flatten();
         let lacks: Vec<String> = lacks.collect();
         Probed {
@@ -247,11 +247,6 @@ impl Sandbox {
     /// Returns whether a program has a loopback interface of its own.
     fn has_own_loopback(&self) -> bool {
         self.network == Network::Loopback && self.isolation == Isolation::Root
-    }
-
-    /// Returns whether a program that must only use its own loopback interface has this machine's.
-    fn shares_network(&self) -> bool {
-        self.network == Network::Loopback && !self.has_own_loopback()
     }
 
     /// Creates the directories and the cgroup for an execution.
