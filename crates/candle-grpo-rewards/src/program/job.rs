@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::Running;
 use super::tail::Tail;
+use crate::processes::Running;
 
 /// A program with one input, which exits on its own. Dropping it kills the program and everything
 /// that it has started.
@@ -24,7 +24,7 @@ pub struct Job {
 
 impl Job {
     /// Writes `input` to a program that has just started, and closes its standard input.
-    pub(crate) fn new(mut running: Running, input: Vec<u8>) -> Result<Self> {
+    pub(super) fn new(mut running: Running, input: Vec<u8>) -> Result<Self> {
         let (mut stdin, stdout, stderr) = running.pipes()?;
         // A program that does not read its input may still be right.
         thread::spawn(move || stdin.write_all(&input));
@@ -55,7 +55,7 @@ impl Job {
     /// Waits until the program ends or `patience` is over. Returns the exit status, if the program
     /// has ended.
     #[cfg(feature = "code")]
-    pub(crate) fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+    pub(super) fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
         self.running.wait(patience, &|| false)
     }
 

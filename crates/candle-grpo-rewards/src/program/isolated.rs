@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::execution;
-use super::python::Interpreter;
-use super::sandbox::{Probed, Sandbox, real_path, with_targets};
-use crate::program::{IsolationConfig, Job, Network, Program, Running, interpreter_name};
+use super::files::interpreter_name;
+use super::job::Job;
+use super::{IsolationConfig, Program};
+use crate::isolation::{self, Interpreter, Probed, Sandbox, real_path, text, with_targets, words};
+use crate::network::Network;
+use crate::processes::Running;
 
 /// Files with which programs find names in a network.
 const OF_NETWORK: [&str; 6] = [
@@ -111,7 +113,7 @@ impl Isolated {
         variables: &[(&str, String)],
     ) -> Result<Running> {
         let sandbox = &self.sandbox;
-        let job = execution::Job {
+        let job = isolation::Job {
             command,
             file: None,
             input: Vec::new(),
@@ -170,7 +172,7 @@ impl Isolated {
 /// # Errors
 ///
 /// Fails if the program does not exist, or if isolation is required and does not work.
-pub(crate) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
+pub(super) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
     Isolated::find(config, program).map(drop)
 }
 
@@ -179,7 +181,7 @@ pub(crate) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
 /// # Errors
 ///
 /// Fails if it cannot be started, or if isolation is required and does not work.
-pub(crate) fn start(
+pub(super) fn start(
     config: &IsolationConfig,
     program: &Program,
     variables: &[(&str, String)],
@@ -299,12 +301,4 @@ fn python_beside(path: &Path) -> Option<PathBuf> {
         let settings = bin.parent()?.join("pyvenv.cfg");
         settings.is_file().then(|| bin.join("python"))
     })
-}
-
-fn text(path: &Path) -> String {
-    path.to_string_lossy().into_owned()
-}
-
-fn words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec<String> {
-    words.into_iter().map(str::to_owned).collect()
 }
