@@ -1,6 +1,7 @@
 //! Environment variables with keys, which programs do not inherit.
 
 use std::collections::BTreeSet;
+use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
 /// Environment variables with the Hugging Face token.
@@ -21,8 +22,15 @@ pub fn hide_from_programs(variable: &str) {
     }
 }
 
+/// Removes the hidden variables from a program's environment.
+pub fn remove_from(command: &mut Command) {
+    for variable in hidden_variables() {
+        command.env_remove(variable);
+    }
+}
+
 /// Returns the variables that programs do not inherit.
-pub fn hidden_variables() -> Vec<String> {
+pub(crate) fn hidden_variables() -> Vec<String> {
     let hidden = HIDDEN.lock().unwrap_or_else(PoisonError::into_inner);
     let always = HUB_TOKENS.into_iter().map(str::to_owned);
     always.chain(hidden.iter().cloned()).collect()

@@ -26,16 +26,20 @@ mod format;
 mod function;
 #[cfg(feature = "instructions")]
 mod instructions;
+#[cfg(feature = "code")]
+mod isolation;
 mod json;
 mod judge;
 #[cfg(feature = "math")]
 pub mod math;
 mod multiple_choice;
+mod network;
 mod number;
 mod numeric;
 mod options;
 mod pattern;
 mod penalty;
+mod processes;
 pub mod program;
 mod program_reward;
 mod requests;
@@ -50,7 +54,7 @@ mod weighted;
 pub use answer::AnswerPlace;
 pub use candle_grpo_base::{Interrupted, Progress};
 #[cfg(feature = "code")]
-pub use code::{CodeConfig, CodeLimits, CodeReward};
+pub use code::{CodeConfig, CodeReward};
 pub use config::{CosineOptions, EnsembleOptions, RelativeLengthOptions, RewardConfig, RewardKind};
 pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
@@ -60,6 +64,8 @@ pub use format::{RegexOptions, RegexReward, TagsOptions, TagsReward};
 pub use function::{RewardFunction, Sample, Votes};
 #[cfg(feature = "instructions")]
 pub use instructions::{Instruction, InstructionsReward};
+#[cfg(feature = "code")]
+pub use isolation::CodeLimits;
 pub use json::JsonReward;
 #[cfg(feature = "judge")]
 pub use judge::JudgeReward;

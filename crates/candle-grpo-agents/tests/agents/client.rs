@@ -126,6 +126,15 @@ impl Client {
         receive(self.begin(path, &[], body))
     }
 
+    /// Waits until the server has answered a request, and so has received those before it.
+    pub(crate) fn wait_for_server(&self) {
+        let bearer = format!("Bearer {}", self.key);
+        let path = format!("{}/v1/models", self.path);
+        let headers = [("Authorization", bearer.as_str())];
+        let reply = receive(send(self.address, "GET", &path, &headers, b""));
+        assert_eq!(reply.status, 200, "{reply:?}");
+    }
+
     /// The policy's answer to a chat, or the error.
     pub(crate) fn chat(&self, body: Value) -> Value {
         self.post("/v1/chat/completions", &body).json()

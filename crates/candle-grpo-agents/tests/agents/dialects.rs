@@ -352,10 +352,6 @@ fn body_of(dialect: &str) -> (&'static str, Value) {
 /// An answer's text and end, which the last events of a stream repeat.
 fn text_and_end(dialect: &str, reply: &super::client::Reply, streams: bool) -> (Value, Value) {
     let events = if streams { reply.events() } else { Vec::new() };
-    let whole = |name: &str| match events.last() {
-        Some(last) => last[name].clone(),
-        None => reply.json(),
-    };
     match dialect {
         "chat" if streams => {
             let texts = events.iter();
@@ -391,7 +387,10 @@ fn text_and_end(dialect: &str, reply: &super::client::Reply, streams: bool) -> (
             (message["content"][0]["text"].clone(), end)
         }
         _ => {
-            let response = whole("response");
+            let response = match events.last() {
+                Some(last) => last["response"].clone(),
+                None => reply.json(),
+            };
             let end = json!([response["status"], response["incomplete_details"]]);
             (response["output"][0]["content"][0]["text"].clone(), end)
         }

@@ -1,5 +1,9 @@
 //! Agents whose answers come from inference servers.
 
+#[path = "../../../candle-grpo-train/tests/train/engines/engine.rs"]
+mod engine;
+#[path = "../../../candle-grpo-train/tests/train/engines/fake_llama.rs"]
+mod fake_llama;
 #[path = "../../../candle-grpo-train/tests/train/engines/fake_server.rs"]
 #[allow(dead_code, reason = "the tests of the clients need more of it")]
 mod fake_server;
@@ -12,20 +16,16 @@ mod fake_vllm;
 #[allow(dead_code, reason = "the tests of the clients need more of it")]
 mod served_policy;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use candle_core::Device;
 use candle_grpo_nn::Parameters;
 use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::environment::{AgentConfig, EpisodeEnd};
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
-use candle_grpo_train::rollout::{
-    CompletionSeed, Engine, PolicyWeights, RolloutConfig, WeightSync,
-};
-use candle_grpo_train::{ComputeDType, Generator, Prompt, Rollout, Sampler, TokenBatch};
+use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
+use candle_grpo_train::{ComputeDType, Generator, Prompt, Rollout, Sampler};
 use rstest::rstest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -36,7 +36,7 @@ use super::same_bits::{
     Trained, count_agent, environments, limits, policy, sampling, trained, with_agents,
 };
 use fake_server::{FakeServer, Fault};
-use served_policy::{LogProbs, Served, ServedPolicy};
+use served_policy::{Served, log_probs, scaled, seeds};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -55,41 +55,14 @@ fn setup(engine: Engine) -> Setup {
     let served = Served {
         model,
         parameters,
-        tokenizer: tokenizer(),
+        tokenizer: Arc::new(tokenizer()),
         end: STOP,
     };
-    let (server, draw_path) = match engine {
-        Engine::Vllm => {
-            let policy = ServedPolicy::new(served, LogProbs::Processed);
-            (fake_vllm::start(policy), "/v1/completions")
-        }
-        Engine::Sglang => {
-            let policy = ServedPolicy::new(served, LogProbs::Temperature);
-            (fake_sglang::start(policy), "/generate")
-        }
-        other => panic!("{other:?}: no server"),
-    };
-    let places = (0..STREAMS * 4 * 4 * 4).map(|i| (i / 64, i / 16 % 4, i / 4 % 4, i % 4));
-    let seeds = places.map(|(stream, prompt, sample, turn)| {
-        let seed = CompletionSeed {
-            seed: sampling().seed,
-            stream,
-            prompt,
-            sample,
-            turn,
-        };
-        (seed.to_u64() >> 1, seed)
-    });
-    let seeds: HashMap<u64, CompletionSeed> = seeds.collect();
-    server.engine().policy.seeds = Arc::new(Mutex::new(seeds));
+    let server = engine::start(engine, served);
+    server.engine().policy.seeds = seeds(sampling().seed, [STREAMS, 4, 4, 4]);
     let config = RolloutConfig {
-        engine,
-        base_url: vec![server.url()],
         weight_sync: WeightSync::Disk,
-        request_timeout: 120.,
-        server_timeout: 120.,
-        log_prob_tolerance: 1e-4,
-        ..RolloutConfig::default()
+        ..engine::config(engine, std::slice::from_ref(&server))
     };
     let folder = tempfile::tempdir().unwrap();
     let weights = folder.path().join("weights");
@@ -97,7 +70,7 @@ fn setup(engine: Engine) -> Setup {
     Setup {
         server,
         client: Arc::new(client),
-        draw_path,
+        draw_path: engine::draw_path(engine),
         _folder: folder,
     }
 }
@@ -128,29 +101,17 @@ impl Setup {
     }
 }
 
-/// The policy's weights after some training.
-fn changed(factor: f64) -> Parameters {
-    let (model, parameters) = policy();
-    let scaled = parameters.frozen_copy().unwrap();
-    let scaled = scaled
-        .into_iter()
-        .map(|(name, x)| (name, (x * factor).unwrap()));
-    Parameters::from_tensors(&model, scaled.collect(), &Device::Cpu).unwrap()
-}
-
 /// Checks that the policy's tokens have this version, and their log-probs under these weights.
 fn assert_drawn_from(rollouts: &[Rollout], version: u64, parameters: &Parameters) {
     let reference = Reference::new(&policy().0, parameters, ComputeDType::F32).unwrap();
     for (prompt, completion) in rollouts.iter().flat_map(Rollout::rows) {
-        let batch = TokenBatch::new(&[(prompt, &completion.tokens)], &Device::Cpu).unwrap();
-        let expected = reference.log_probs(&batch, 1.).unwrap();
-        let expected: Vec<f32> = expected.flatten_all().unwrap().to_vec1().unwrap();
-        let log_probs = completion.log_probs.as_ref().unwrap();
-        let all = vec![true; log_probs.len()];
+        let expected = log_probs(&reference, (prompt, &completion.tokens), 1.).unwrap();
+        let drawn = completion.log_probs.as_ref().unwrap();
+        let all = vec![true; drawn.len()];
         let written = completion.written.as_ref().unwrap_or(&all);
         assert!(written.contains(&true));
         for place in (0..written.len()).filter(|&place| written[place]) {
-            let difference = (log_probs[place] - expected[place]).abs();
+            let difference = (drawn[place] - expected[place]).abs();
             assert!(difference < 1e-5, "{difference} at {place}");
             assert_eq!(completion.weight_versions[place], version);
         }
@@ -208,7 +169,8 @@ fn answers_come_from_the_weights_of_the_last_update(#[case] engine: Engine) {
     with_agents(&agent, 2, |agents| {
         let sampler = setup.sampler().with_environments(agents);
         for version in [1, 2] {
-            let parameters = changed(version as f64);
+            let (model, parameters) = policy();
+            let parameters = scaled(&model, &parameters, version as f64);
             setup.push(version, &parameters);
             let rollouts = sampler.sample(&prompts, 4, version).unwrap();
             assert_drawn_from(&rollouts, version, &parameters);
@@ -279,6 +241,7 @@ fn a_client_that_leaves_while_the_server_samples_gets_its_answer_later(#[case] e
         setup.server.http.wait_until_held(1);
         drop(stream);
         let again = client.begin(CHAT, &[("x-stainless-retry-count", "1")], &question());
+        client.wait_for_server();
         setup.server.http.release();
         let answer = receive(again).json();
         let content = answer["choices"][0]["message"]["content"].as_str();

@@ -1,15 +1,15 @@
 //! Repeated requests, and clients that leave.
 
 use std::sync::Mutex;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
-use candle_grpo_train::FinishReason;
 use candle_grpo_train::rollout::PromptRequest;
+use candle_grpo_train::{FinishReason, Rollout};
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use super::client::receive;
-use super::drawer::{assert_rows_have_draws, episode, says, spelled};
+use super::client::{Client, receive};
+use super::drawer::{Draw, assert_rows_have_draws, episode, says, spelled};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -50,25 +50,31 @@ fn an_idempotency_key_belongs_to_one_request() {
     assert_eq!(draws.len(), 1);
 }
 
-#[test]
-fn requests_with_one_key_at_the_same_time_share_an_answer() {
+/// Plays an episode in which the policy says "so". It announces each answer to the receiver, and
+/// gives it after the sender is dropped.
+fn held_episode(
+    agent: impl FnOnce(Client, Receiver<()>, Sender<()>) + Send,
+) -> (Rollout, Vec<Draw>) {
     let (begun, begins) = channel();
-    let (go, goes) = channel();
-    let (begun, goes) = (Mutex::new(begun), Mutex::new(goes));
+    let (hold, held) = channel();
+    let held = Mutex::new(held);
     let policy = |_: &PromptRequest<'_>, _: &[String]| {
-        begun.lock().unwrap().send(()).unwrap();
-        goes.lock().unwrap().recv().unwrap();
+        begun.send(()).unwrap();
+        held.lock().unwrap().recv().unwrap_err();
         (spelled("so"), FinishReason::StopToken)
     };
-    let (rollout, draws) = episode(&policy, move |agent| {
+    episode(&policy, move |client| agent(client, begins, hold))
+}
+
+#[test]
+fn requests_with_one_key_at_the_same_time_share_an_answer() {
+    let (rollout, draws) = held_episode(|agent, begins, hold| {
         let ask = || agent.begin(CHAT, &[("Idempotency-Key", "one")], &question("so?"));
         let first = ask();
         begins.recv().unwrap();
         let second = ask();
-        // One answer for each, if both were drawn.
-        for _ in 0..2 {
-            go.send(()).unwrap();
-        }
+        agent.wait_for_server();
+        drop(hold);
         assert_eq!(receive(first).json(), receive(second).json());
         agent.done(json!(1));
     });
@@ -78,22 +84,15 @@ fn requests_with_one_key_at_the_same_time_share_an_answer() {
 
 #[test]
 fn an_answer_that_could_not_be_delivered_is_kept() {
-    let (begun, begins) = channel();
-    let (go, goes) = channel();
-    let (begun, goes) = (Mutex::new(begun), Mutex::new(goes));
-    let policy = |_: &PromptRequest<'_>, _: &[String]| {
-        begun.lock().unwrap().send(()).unwrap();
-        goes.lock().unwrap().recv().unwrap();
-        (spelled("so"), FinishReason::StopToken)
-    };
-    let (rollout, draws) = episode(&policy, move |agent| {
+    let (rollout, draws) = held_episode(|agent, begins, hold| {
         // The client leaves while its answer is drawn, and asks again.
         let stream = agent.begin(CHAT, &[], &question("so?"));
         begins.recv().unwrap();
         drop(stream);
         let retry = [("x-stainless-retry-count", "1")];
         let again = agent.begin(CHAT, &retry, &question("so?"));
-        go.send(()).unwrap();
+        agent.wait_for_server();
+        drop(hold);
         let answer = receive(again).json();
         assert_eq!(answer["choices"][0]["message"]["content"], "so");
         agent.done(json!(1));

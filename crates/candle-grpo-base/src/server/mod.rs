@@ -560,9 +560,7 @@ mod tests {
                 Ok(body) => (200, body),
                 Err(refusal) => (refusal.status, Bytes::from(refusal.message)),
             };
-            let mut response = Response::new(Full::new(text));
-            *response.status_mut() = hyper::StatusCode::from_u16(status).unwrap();
-            response
+            response(status, "text/plain", Full::new(text))
         });
         let server = server.unwrap();
         Served { server, address }

@@ -2,17 +2,8 @@
 
 mod block;
 mod case;
-mod cgroup;
-mod domain;
-mod execution;
-pub(crate) mod isolation;
-mod limits;
-mod loopback;
-mod place;
 mod python;
-mod sandbox;
 mod statements;
-mod system_calls;
 
 use std::fs::File;
 use std::io::Read;
@@ -29,20 +20,18 @@ use serde_json::Value;
 
 use self::block::last_block;
 use self::case::{Case, Form, same_lines};
-use self::execution::{End, Job};
-use self::python::{DRIVER, Interpreter, driver_input};
-use self::sandbox::{Probed, Sandbox, real_path};
+use self::python::{DRIVER, driver_input};
 use super::options::{RewardInputs, RewardOptions};
 use super::weighted::in_parallel;
 use super::{AnswerPlace, Score};
-use crate::program::{Network, Program};
+use crate::isolation::{
+    CodeLimits, End, Interpreter, Job, Probed, Sandbox, check_visible, real_path, text, words,
+};
+use crate::network::Network;
+use crate::program::Program;
 use crate::{Progress, RewardFunction, Sample};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
-
-pub use self::limits::CodeLimits;
-pub(crate) use self::place::Place;
-pub(crate) use self::sandbox::check_visible;
 
 /// Placeholder in `command` for the program file.
 const FILE: &str = "{file}";
@@ -78,7 +67,8 @@ pub struct CodeConfig {
     /// With a `command`, the statement that reports that assertions have run to their end. It
     /// prints `{marker}` as a line, such as `echo {marker}`.
     pub report: Option<String>,
-    /// Additional files and directories that isolated programs can read.
+    /// Additional files and directories that isolated programs can read. None may contain `/work`,
+    /// `/tmp`, `/dev/shm` or `/proc`, which each program has for itself.
     pub visible: Vec<PathBuf>,
     /// Limits for each execution.
     pub limits: CodeLimits,
@@ -96,7 +86,7 @@ impl Default for CodeConfig {
             find: AnswerPlace::Whole,
             languages: Vec::new(),
             share: false,
-            python: ["python3", "-s", "-S"].map(str::to_owned).to_vec(),
+            python: words(["python3", "-s", "-S"]),
             command: None,
             file: None,
             report: None,
@@ -312,9 +302,7 @@ impl CodeReward {
                 self.passes("", &case, &NoProgress)?
             }
             Some(_) => {
-                let mut command = ["sh", "-c", "command -v \"$0\""]
-                    .map(str::to_owned)
-                    .to_vec();
+                let mut command = words(["sh", "-c", "command -v \"$0\""]);
                 command.extend(self.command.first().cloned());
                 let job = Job {
                     command: &command,
@@ -382,7 +370,7 @@ impl CodeReward {
                 self.command.iter().map(with_file).collect()
             }
             (_, Case::Assertions { .. } | Case::Call { .. }) => {
-                let driver = ["-c", DRIVER].map(str::to_owned);
+                let driver = words(["-c", DRIVER]);
                 job.file = None;
                 job.input = driver_input(program, case, &marker)?;
                 // The judge is not part of the program.
@@ -453,7 +441,7 @@ fn with_place(mut command: Vec<String>) -> Vec<String> {
 fn located(command: &[String]) -> Result<Vec<String>> {
     program(command).check_files()?;
     let (name, arguments) = command.split_first().context("command: empty")?;
-    let whole = |path: PathBuf| real_path(&path).map(|path| path.to_string_lossy().into_owned());
+    let whole = |path: PathBuf| real_path(&path).map(|path| text(&path));
     let Some(first) = program(command).find_program(name).and_then(whole) else {
         bail!("command: {name:?}, must be a program that exists");
     };

@@ -7,7 +7,8 @@ use candle_grpo_core::validate::Checked;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "code")]
-use crate::{CodeLimits, code::check_visible};
+use crate::isolation::{CodeLimits, check_visible};
+use crate::network::Network;
 
 /// Isolation for a program and everything that it starts, on Linux.
 ///
@@ -39,21 +40,6 @@ pub struct IsolationConfig {
     pub disk_mib: u64,
     /// If true, a machine that cannot isolate programs is an error. Otherwise, it is a warning.
     pub require_isolation: bool,
-}
-
-/// An isolated program's network.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum Network {
-    /// None.
-    #[default]
-    None,
-    /// A loopback interface of its own. Only root can provide it; for other users, this machine's
-    /// network remains, and isolation is incomplete.
-    Loopback,
-    /// This machine's.
-    Host,
 }
 
 impl Default for IsolationConfig {

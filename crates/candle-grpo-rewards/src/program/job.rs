@@ -5,11 +5,13 @@ use std::net::TcpListener;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+#[cfg(feature = "code")]
+use std::time::Duration;
 
 use anyhow::Result;
 
 use super::tail::Tail;
-use super::{Program, Running};
+use crate::processes::Running;
 
 /// A program with one input, which exits on its own. Dropping it kills the program and everything
 /// that it has started.
@@ -21,13 +23,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// Starts `program` with additional environment variables. `input` is its standard input.
-    pub(super) fn start(
-        program: &Program,
-        input: Vec<u8>,
-        variables: &[(&str, String)],
-    ) -> Result<Self> {
-        let mut running = program.spawn(variables)?;
+    /// Writes `input` to a program that has just started, and closes its standard input.
+    pub(super) fn new(mut running: Running, input: Vec<u8>) -> Result<Self> {
         let (mut stdin, stdout, stderr) = running.pipes()?;
         // A program that does not read its input may still be right.
         thread::spawn(move || stdin.write_all(&input));
@@ -40,7 +37,8 @@ impl Job {
         })
     }
 
-    /// Takes the listener at [`Program::server`] in the program's own network, if it has one.
+    /// Takes the listener at [`Program::server`](super::Program::server) in the program's own
+    /// network, if it has one.
     pub fn take_server(&mut self) -> Option<TcpListener> {
         self.running.take_server()
     }
@@ -52,6 +50,13 @@ impl Job {
     /// Fails if the system cannot report it.
     pub fn status(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.running.status()?)
+    }
+
+    /// Waits until the program ends or `patience` is over. Returns the exit status, if the program
+    /// has ended.
+    #[cfg(feature = "code")]
+    pub(super) fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+        self.running.wait(patience, &|| false)
     }
 
     /// Kills whatever is left of the program. Returns the end of its stderr.

@@ -11,7 +11,8 @@ use std::time::Duration;
 use anyhow::{Result, anyhow};
 
 use super::tail::Tail;
-use super::{Program, Running, quoted};
+use super::{Program, quoted};
+use crate::processes::Running;
 
 /// Time for a program that has closed its output to exit.
 const QUIET: Duration = Duration::from_millis(20);

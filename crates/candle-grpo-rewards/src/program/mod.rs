@@ -4,15 +4,16 @@
 //! program reads one JSON object per line from stdin and writes one per line to stdout. Log to
 //! stderr.
 
+mod check;
 mod files;
-mod group;
 mod imports;
+#[cfg(feature = "code")]
+mod isolated;
 mod isolation;
 mod job;
 mod lines;
 mod pool;
 mod process;
-mod running;
 mod sink;
 mod tail;
 
@@ -28,15 +29,15 @@ use candle_grpo_base::secrets;
 use candle_grpo_base::within;
 use candle_grpo_core::validate::{Checked, check};
 
-#[cfg(feature = "code")]
-pub(crate) use files::interpreter_name;
-pub use isolation::{IsolationConfig, Network};
+use crate::processes::Running;
+
+pub use crate::network::Network;
+pub use isolation::IsolationConfig;
 pub use job::Job;
 pub use lines::Lines;
 pub use pool::ProgramPool;
 pub(crate) use process::Process;
 pub use process::{Answer, Failure, Unusable, quoted};
-pub(crate) use running::Running;
 pub use sink::Sink;
 
 /// Number of attempts after which a program that has never answered is an error.
@@ -105,7 +106,7 @@ impl Program {
             let valid = isolation.validate();
             valid.map_err(|error| within("isolation", error.into()))?;
             if let Some(folder) = &self.folder {
-                crate::code::check_visible("folder", folder)?;
+                crate::isolation::check_visible("folder", folder)?;
             }
         }
         #[cfg(not(feature = "code"))]
@@ -123,7 +124,7 @@ impl Program {
     fn spawn(&self, variables: &[(&str, String)]) -> Result<Running> {
         #[cfg(feature = "code")]
         if let Some(isolation) = &self.isolation {
-            return crate::code::isolation::start(isolation, self, variables);
+            return isolated::start(isolation, self, variables);
         }
         let [name, arguments @ ..] = self.command.as_slice() else {
             bail!("command: empty");
@@ -139,9 +140,7 @@ impl Program {
 
     /// Removes variables that hold keys, and adds `variables`.
     pub(crate) fn set_environment(&self, command: &mut Command, variables: &[(&str, String)]) {
-        for variable in secrets::hidden_variables() {
-            command.env_remove(variable);
-        }
+        secrets::remove_from(command);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
     }
 
@@ -166,7 +165,7 @@ impl Program {
     ///
     /// Fails if it cannot be started.
     pub fn start_job(&self, input: Vec<u8>, variables: &[(&str, String)]) -> Result<Job> {
-        Job::start(self, input, variables)
+        Job::new(self.spawn(variables)?, input)
     }
 
     /// Starts it as a line reader, which has [`Self::limit`] to exit after its input ends.

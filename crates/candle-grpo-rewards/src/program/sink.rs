@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::{Program, Running};
+use super::Program;
+use crate::processes::Running;
 
 /// Number of lines that wait for the program.
 const QUEUE: usize = 1 << 10;

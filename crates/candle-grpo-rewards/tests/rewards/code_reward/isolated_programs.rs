@@ -12,7 +12,7 @@ use candle_grpo_test_support::WATCHDOG;
 use rstest::rstest;
 use tempfile::TempDir;
 
-use super::weak::{PART, WITHOUT_NAMESPACES, again, again_as_user};
+use super::weak::{PART, WITHOUT_NAMESPACES, again, again_as_user, install};
 use super::{NEVER, Witness, is_isolated, python};
 
 /// Small limits, which must hold.
@@ -181,13 +181,6 @@ fn open_folder() -> TempDir {
     folder
 }
 
-/// Writes a file that others can execute, below directories that are made.
-fn write_script(path: &Path, text: &str) {
-    fs::create_dir_all(path.parent().unwrap()).unwrap();
-    fs::write(path, text).unwrap();
-    fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
-}
-
 fn script(path: &Path) -> Program {
     let command = [path.display().to_string(), "of the command".to_owned()];
     Program::new(&command, None, NEVER, NEVER).with_isolation(Some(&small()))
@@ -202,10 +195,10 @@ fn interpreter(folder: &Path) -> String {
         place("bin/other"),
         place("lib/library"),
     );
-    write_script(&library, "library");
-    write_script(&other, &format!("#!/bin/sh\ncat {}\n", library.display()));
+    install(&library, "library");
+    install(&other, format!("#!/bin/sh\ncat {}\n", library.display()));
     let text = format!("#!/bin/sh\necho \"$*\" $({})\n", other.display());
-    write_script(&path, &text);
+    install(&path, &text);
     path.display().to_string()
 }
 
@@ -221,7 +214,7 @@ fn a_script_has_its_interpreter(#[case] line: &str, #[case] options: &str) {
     let (installed, folder) = (open_folder(), open_folder());
     let path = folder.path().join("script");
     let line = line.replace("{interpreter}", &interpreter(installed.path()));
-    write_script(&path, &format!("{line}\nno text for a shell (\n"));
+    install(&path, format!("{line}\nno text for a shell (\n"));
     let expected = format!("{options}{} of the command library", path.display());
     assert_eq!(line_of(&script(&path)), expected);
 }
@@ -233,9 +226,9 @@ fn an_interpreter_may_be_in_any_directory() {
     }
     let (elsewhere, folder) = (open_folder(), open_folder());
     let interpreter = elsewhere.path().join("interpreter");
-    write_script(&interpreter, "#!/bin/sh\necho \"$2\"\n");
+    install(&interpreter, "#!/bin/sh\necho \"$2\"\n");
     let path = folder.path().join("script");
-    write_script(&path, &format!("#!{}\n", interpreter.display()));
+    install(&path, format!("#!{}\n", interpreter.display()));
     assert_eq!(line_of(&script(&path)), "of the command");
 }
 
@@ -246,7 +239,7 @@ fn a_script_of_a_name_in_path_starts() {
     }
     let folder = open_folder();
     let path = folder.path().join("script");
-    write_script(
+    install(
         &path,
         "#!/usr/bin/env python3\nimport json, sys\nprint(sys.argv[1:])",
     );
@@ -277,12 +270,27 @@ fn a_launcher_of_python_need_not_be_visible() {
     );
     let (mut program, _folder) = program("import sys\nprint(sys.executable)", &small());
     let python = program.command[0].clone();
-    write_script(&settings, &format!("python={python}\n"));
+    install(&settings, format!("python={python}\n"));
     let text = format!("#!/bin/sh\n. {}\nexec $python \"$@\"\n", settings.display());
-    write_script(&launcher, &text);
+    install(&launcher, &text);
     let expected = line_of(&program);
     program.command[0] = launcher.display().to_string();
     assert_eq!(line_of(&program), expected);
+}
+
+#[test]
+fn a_program_with_much_to_report_starts() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let python = folder.path().join("python");
+    // More than a pipe holds, in both of them. It names its files when it is asked, as Python does.
+    let noise = "head -c 200000 /dev/zero >&2\nhead -c 200000 /dev/zero | tr '\\0' '\\n'";
+    let text = format!("#!/bin/sh\necho {}\n{noise}\n", python.display());
+    install(&python, &text);
+    let expected = python.display().to_string();
+    assert_eq!(line_of(&script(&python)), expected);
 }
 
 /// Scripts of a virtual environment with a long path name their interpreter in a later line.
@@ -293,22 +301,35 @@ fn a_script_has_the_virtual_environment_around_it() {
     }
     let (installed, folder) = (open_folder(), open_folder());
     let library = installed.path().join("library");
-    write_script(&library, "library\n");
+    install(&library, "library\n");
     let (python, library) = (folder.path().join("bin/python"), library.display());
     // It names its files when it is asked, as Python does.
     let text = format!(
         "#!/bin/sh\necho {}\necho {library}\ncat {library}\n",
         python.display()
     );
-    write_script(&python, &text);
-    write_script(&folder.path().join("pyvenv.cfg"), "");
+    install(&python, &text);
+    install(&folder.path().join("pyvenv.cfg"), "");
     let path = folder.path().join("bin/server");
-    write_script(
-        &path,
-        &format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"),
-    );
+    install(&path, format!("#!/bin/sh\n'''exec' cat {library}\n' '''\n"));
     assert_eq!(line_of(&script(&path)), "library");
 }
+
+#[test]
+fn a_script_starts_beside_a_broken_virtual_environment() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = |name: &str| folder.path().join(name);
+    install(&path("bin/python"), "#!/bin/sh\nexit 1\n");
+    install(&path("pyvenv.cfg"), "");
+    install(&path("bin/server"), "#!/bin/sh\necho \"$1\"\n");
+    assert_eq!(line_of(&script(&path("bin/server"))), "of the command");
+}
+
+/// First line of a script that only its user can read.
+const HIDDEN: &str = "#!/bin/sh";
 
 #[rstest]
 #[case::no_interpreter(
@@ -317,8 +338,9 @@ fn a_script_has_the_virtual_environment_around_it() {
 )]
 #[case::itself("#!{path}", "must not lead through more than 5 scripts")]
 #[case::not_for_others("#!{secret}", "must start in isolation")]
+#[case::hidden_from_others(HIDDEN, "must start in isolation")]
 fn a_script_that_cannot_start_is_an_error(#[case] line: &str, #[case] words: &str) {
-    if !is_isolated() || line == "#!{secret}" && !is_root() {
+    if !is_isolated() || ["#!{secret}", HIDDEN].contains(&line) && !is_root() {
         return;
     }
     let folder = open_folder();
@@ -326,8 +348,11 @@ fn a_script_that_cannot_start_is_an_error(#[case] line: &str, #[case] words: &st
     let secret = folder.path().join("secret");
     fs::copy("/bin/sh", &secret).unwrap();
     fs::set_permissions(&secret, Permissions::from_mode(0o700)).unwrap();
-    let line = line.replace("{path}", path.to_str().unwrap());
-    write_script(&path, &line.replace("{secret}", secret.to_str().unwrap()));
+    let text = line.replace("{path}", path.to_str().unwrap());
+    install(&path, text.replace("{secret}", secret.to_str().unwrap()));
+    if line == HIDDEN {
+        fs::set_permissions(&path, Permissions::from_mode(0o700)).unwrap();
+    }
     let error = format!("{:#}", script(&path).check_files().unwrap_err());
     assert!(
         error.starts_with("command: ") && error.contains(words),
@@ -350,6 +375,22 @@ fn an_interpreter_that_does_not_fit_in_the_limits_is_an_error() {
 }
 
 #[test]
+fn a_program_starts_through_links_of_its_directories() {
+    if !is_isolated() {
+        return;
+    }
+    let folder = open_folder();
+    let path = |name: &str| folder.path().join(name);
+    let text = format!("#!/bin/sh\ncat {}\n", path("tool/lib/library").display());
+    install(&path("versions/tool-2/bin/tool"), &text);
+    install(&path("versions/tool-2/lib/library"), "library\n");
+    fs::create_dir_all(path("local/bin")).unwrap();
+    symlink("versions/tool-2", path("tool")).unwrap();
+    symlink("../../tool/bin/tool", path("local/bin/tool")).unwrap();
+    assert_eq!(line_of(&script(&path("local/bin/tool"))), "library");
+}
+
+#[test]
 fn a_link_is_visible_with_its_target() {
     if !is_isolated() {
         return;
@@ -365,8 +406,10 @@ fn a_link_is_visible_with_its_target() {
     let text = format!("print(open({:?}).read())", visible.join("data"));
     fs::write(folder.path().join("program.py"), text).unwrap();
     program.folder = Some(link("folder", folder.path()));
-    program.isolation.as_mut().unwrap().visible = vec![visible];
-    assert_eq!(line_of(&program), "42");
+    for path in [&visible, &visible.join("data")] {
+        program.isolation.as_mut().unwrap().visible = vec![path.clone()];
+        assert_eq!(line_of(&program), "42");
+    }
 }
 
 /// Connects to this machine and to a server of the program's own.
@@ -430,9 +473,19 @@ print([os.environ.get(name) for name in ('HF_TOKEN', 'TMPDIR', 'OTHER', 'HOME')]
         require_isolation: false,
         ..small()
     };
-    let found = said(script, &isolation);
+    let (mut program, folder) = program(script, &isolation);
+    let found = line_of(&program);
     assert!(found.starts_with("[None, None, 'other', "), "{found}");
     assert!(!is_isolated() || found.ends_with(" '/work']"), "{found}");
+    // Files of its installation may run when it is asked for its directories.
+    let launcher = folder.path().join("python");
+    let text = format!(
+        "#!/bin/sh\n[ -z \"$HF_TOKEN\" ] && exec {} \"$@\"\n",
+        program.command[0]
+    );
+    install(&launcher, &text);
+    program.command[0] = launcher.display().to_string();
+    assert_eq!(line_of(&program), found);
     // Nothing is left in this process's directory for temporary files, and no cgroup.
     let left = |folder: &Path, start: &str| {
         let entries = fs::read_dir(folder).into_iter().flatten();

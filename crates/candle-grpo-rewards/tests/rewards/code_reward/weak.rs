@@ -1,5 +1,8 @@
 //! Machines and users that have less than this one.
 
+use std::fs;
+use std::io::Write;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use candle_grpo_test_support::is_long;
@@ -23,8 +26,7 @@ pub(super) fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<boo
         eprintln!("skipped: {launcher:?} does not work here");
         return None;
     }
-    // Others can read a copy. Another process writes it: a file that this one writes could still be
-    // open in a program that another test starts, and then it cannot be executed (ETXTBSY).
+    // Others can read a copy.
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("tests");
     #[cfg(unix)]
@@ -33,13 +35,10 @@ pub(super) fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<boo
         std::os::unix::fs::PermissionsExt::from_mode(0o755),
     )
     .unwrap();
-    let copied = Command::new("install")
-        .args(["-m", "755"])
-        .arg(std::env::current_exe().unwrap())
-        .arg(&program)
-        .status()
-        .unwrap();
-    assert!(copied.success());
+    install(
+        &program,
+        fs::read(std::env::current_exe().unwrap()).unwrap(),
+    );
     let output = Command::new(name)
         .args(arguments)
         .arg(&program)
@@ -52,6 +51,23 @@ pub(super) fn again(launcher: &[&str], tests: &[&str], part: &str) -> Option<boo
     let text = String::from_utf8_lossy(&output.stdout);
     println!("{text}{}", String::from_utf8_lossy(&output.stderr));
     Some(output.status.success() && !text.contains("running 0 tests"))
+}
+
+/// Writes a file that all users can execute, below directories that are made.
+///
+/// Another process writes it: a file that this one writes could still be open in a program that
+/// another test starts, and then it cannot be executed (ETXTBSY).
+pub(super) fn install(path: &Path, content: impl AsRef<[u8]>) {
+    let mut install = Command::new("install")
+        .args(["-D", "-m", "755", "/dev/stdin"])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = install.stdin.take().unwrap();
+    stdin.write_all(content.as_ref()).unwrap();
+    drop(stdin);
+    assert!(install.wait().unwrap().success());
 }
 
 /// Repeats tests as a user without rights. Root that drops its rights makes user namespaces, as

@@ -40,7 +40,7 @@ fn post(server: &FakeServer, target: &str, body: Value) -> (u16, Value) {
 
 /// Other weights than the initial ones, as a Hugging Face directory.
 fn other_weights(folder: &Path) -> Parameters {
-    let parameters = scaled(&parameters(), 1.5);
+    let parameters = scaled(&model(), &parameters(), 1.5);
     pretrained()
         .write_files(&Export::new(&parameters), folder)
         .unwrap();

@@ -1,5 +1,6 @@
 //! Clients for inference servers, against servers in this process.
 
+mod engine;
 mod fake_llama;
 mod fake_server;
 mod fake_sglang;
@@ -14,8 +15,7 @@ mod teacher;
 mod trajectories;
 mod weights;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use candle_core::DType;
 use candle_grpo_nn::{Lora, LoraConfig, Parameters};
@@ -23,28 +23,28 @@ use candle_grpo_test_support::{device, noise_tensor};
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
-use candle_grpo_train::rollout::{
-    CompletionSeed, Engine, PolicyWeights, RolloutConfig, WeightSync,
-};
-use candle_grpo_train::{
-    ComputeDType, Generator, Progress, Rollout, Sampler, SamplingConfig, TokenBatch,
-};
+use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
+use candle_grpo_train::{ComputeDType, Generator, Progress, Rollout, Sampler, SamplingConfig};
 use tempfile::TempDir;
 
 use crate::common::{END, model, parameters, prompts, sampler, sampling, tokenizer};
 use fake_server::FakeServer;
 pub(crate) use served_policy::{LogProbs, log_distributions};
-use served_policy::{Served, ServedPolicy};
+use served_policy::{Served, ServedPolicy, log_probs, scaled, seeds};
+
+/// The test policy.
+fn initial() -> Served {
+    Served {
+        model: model(),
+        parameters: parameters(),
+        tokenizer: Arc::new(tokenizer()),
+        end: END,
+    }
+}
 
 /// The test policy, which a server samples from.
 pub(crate) fn served(log_probs: LogProbs) -> ServedPolicy {
-    let served = Served {
-        model: model(),
-        parameters: parameters(),
-        tokenizer: tokenizer(),
-        end: END,
-    };
-    ServedPolicy::new(served, log_probs)
+    ServedPolicy::new(initial(), log_probs)
 }
 
 /// Servers for one engine, and the directory for their weights.
@@ -57,16 +57,11 @@ struct Setup {
 
 impl Setup {
     fn new(engine: Engine, sync: WeightSync, servers: usize) -> Self {
-        let start = || match engine {
-            Engine::Vllm => fake_vllm::start(served(LogProbs::Processed)),
-            Engine::Sglang => fake_sglang::start(served(LogProbs::Temperature)),
-            Engine::Openai => fake_llama::start(served(LogProbs::Processed)),
-            other => panic!("{other:?}: no server"),
-        };
+        let servers = (0..servers).map(|_| engine::start(engine, initial()));
         Self {
             engine,
             sync,
-            servers: (0..servers).map(|_| start()).collect(),
+            servers: servers.collect(),
             folder: tempfile::tempdir().unwrap(),
         }
     }
@@ -74,14 +69,9 @@ impl Setup {
     /// A configuration whose time limits no test reaches.
     fn config(&self) -> RolloutConfig {
         RolloutConfig {
-            engine: self.engine,
-            base_url: self.servers.iter().map(FakeServer::url).collect(),
             weight_sync: self.sync,
-            request_timeout: 120.,
-            server_timeout: 120.,
             max_inflight: 4,
-            log_prob_tolerance: 1e-4,
-            ..RolloutConfig::default()
+            ..engine::config(self.engine, &self.servers)
         }
     }
 
@@ -105,7 +95,7 @@ impl Setup {
         let base = parameters();
         let parameters = match adapters {
             Some(_) => base,
-            None => scaled(&base, 1. + 0.1 * (version % 7) as f64),
+            None => scaled(&model(), &base, 1. + 0.1 * (version % 7) as f64),
         };
         Policy {
             version,
@@ -116,21 +106,7 @@ impl Setup {
 
     /// Makes the servers sample the same tokens as [`draw_locally`].
     fn draw_as_local(&self, sampling: &SamplingConfig) {
-        let mut seeds = HashMap::new();
-        for (i, turn) in (0..STREAMS * 6).flat_map(|i| (0..TURNS).map(move |turn| (i, turn))) {
-            let (stream, prompt, sample) = (i / 6, i / 2 % 3, i % 2);
-            let seed = CompletionSeed {
-                seed: sampling.seed,
-                stream,
-                prompt,
-                sample,
-                turn,
-            };
-            seeds.insert(seed.to_u64() >> 1, seed);
-            // With 31 bits.
-            seeds.insert(seed.to_u64() >> 33, seed);
-        }
-        let seeds = Arc::new(Mutex::new(seeds));
+        let seeds = seeds(sampling.seed, [STREAMS, 3, 2, TURNS]);
         for server in &self.servers {
             server.engine().policy.seeds = Arc::clone(&seeds);
         }
@@ -145,10 +121,7 @@ impl Setup {
 
     /// Request path for sampling.
     fn draw_path(&self) -> &'static str {
-        match self.engine {
-            Engine::Sglang => "/generate",
-            _ => "/v1/completions",
-        }
+        engine::draw_path(self.engine)
     }
 
     /// Request path for loading weights.
@@ -223,15 +196,6 @@ fn adapters(version: u64) -> Lora {
     adapters
 }
 
-fn scaled(parameters: &Parameters, factor: f64) -> Parameters {
-    let scaled = parameters.frozen_copy().unwrap();
-    let scaled = scaled
-        .into_iter()
-        .map(|(name, x)| (name, (x * factor).unwrap()))
-        .collect();
-    Parameters::from_tensors(&model(), scaled, device()).unwrap()
-}
-
 /// Largest difference between the log-probs after a prompt and those under `parameters`.
 fn difference<'a>(
     answers: impl IntoIterator<Item = (&'a [u32], &'a Vec<u32>, &'a Vec<f32>)>,
@@ -240,12 +204,10 @@ fn difference<'a>(
 ) -> f32 {
     let reference = Reference::new(&model(), parameters, ComputeDType::F32).unwrap();
     let answers = answers.into_iter();
-    let differences = answers.flat_map(|(prompt, tokens, log_probs)| {
-        let batch = TokenBatch::new(&[(prompt, tokens)], device()).unwrap();
-        let expected = reference.log_probs(&batch, temperature).unwrap();
-        let expected = expected.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(expected.len(), log_probs.len());
-        let pairs = expected.into_iter().zip(log_probs);
+    let differences = answers.flat_map(|(prompt, tokens, given)| {
+        let expected = log_probs(&reference, (prompt, tokens), temperature).unwrap();
+        assert_eq!(expected.len(), given.len());
+        let pairs = expected.into_iter().zip(given);
         pairs.map(|(a, b)| (a - b).abs()).collect::<Vec<_>>()
     });
     differences.fold(0., f32::max)

@@ -35,7 +35,7 @@ pub(crate) enum LogProbs {
 pub(crate) struct Served {
     pub(crate) model: DecoderConfig,
     pub(crate) parameters: Parameters,
-    pub(crate) tokenizer: Tokenizer,
+    pub(crate) tokenizer: Arc<Tokenizer>,
     /// The end-of-text token.
     pub(crate) end: u32,
 }
@@ -46,12 +46,59 @@ pub(crate) struct ServedPolicy {
     pub(crate) log_probs: LogProbs,
     /// Maximum length of a prompt and its completion.
     pub(crate) max_model_len: usize,
-    /// Completion seeds by the number that a request carries instead: a completion then has the
-    /// same tokens that [`LocalGenerator`] samples. Any other number is the seed itself.
-    pub(crate) seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
+    pub(crate) seeds: Seeds,
     base: Parameters,
     weights: Arc<Weights>,
     adapters: BTreeMap<String, (String, Arc<Weights>)>,
+}
+
+/// Completion seeds by the number that a request carries instead: a completion then has the same
+/// tokens that [`LocalGenerator`] samples. Any other number is the seed itself.
+pub(crate) type Seeds = Arc<Mutex<HashMap<u64, CompletionSeed>>>;
+
+/// Returns the seeds that a sampler with this seed gives to `[streams, prompts, samples, turns]`.
+pub(crate) fn seeds(seed: u64, counts: [u64; 4]) -> Seeds {
+    let mut seeds = HashMap::new();
+    for number in 0..counts.iter().product() {
+        let mut left = number;
+        let [stream, prompt, sample, turn] = counts.map(|count| {
+            let place = left % count;
+            left /= count;
+            place
+        });
+        let seed = CompletionSeed {
+            seed,
+            stream,
+            prompt,
+            sample,
+            turn,
+        };
+        seeds.insert(seed.to_u64() >> 1, seed);
+        // With 31 bits.
+        seeds.insert(seed.to_u64() >> 33, seed);
+    }
+    Arc::new(Mutex::new(seeds))
+}
+
+/// Returns these weights, multiplied by `factor`.
+pub(crate) fn scaled(model: &DecoderConfig, parameters: &Parameters, factor: f64) -> Parameters {
+    let scaled = parameters.frozen_copy().unwrap();
+    let scaled = scaled
+        .into_iter()
+        .map(|(name, x)| (name, (x * factor).unwrap()))
+        .collect();
+    Parameters::from_tensors(model, scaled, device()).unwrap()
+}
+
+/// Returns the log-probs of tokens after a prompt.
+pub(crate) fn log_probs(
+    model: &Reference,
+    (prompt, tokens): (&[u32], &[u32]),
+    temperature: f64,
+) -> Result<Vec<f32>> {
+    let batch = TokenBatch::new(&[(prompt, tokens)], device())?;
+    let log_probs = model.log_probs(&batch, temperature)?;
+    Ok(log_probs.flatten_all()?.to_vec1()?)
 }
 
 /// The policy's weights, with or without an adapter.
@@ -194,7 +241,7 @@ impl ServedPolicy {
     pub(crate) fn drawing(&self, weights: Arc<Weights>) -> Drawing {
         Drawing {
             weights,
-            tokenizer: self.served.tokenizer.clone(),
+            tokenizer: Arc::clone(&self.served.tokenizer),
             log_probs: self.log_probs,
             seeds: Arc::clone(&self.seeds),
         }
@@ -203,10 +250,10 @@ impl ServedPolicy {
 
 /// A policy's state at one request.
 pub(crate) struct Drawing {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     weights: Arc<Weights>,
     log_probs: LogProbs,
-    seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
+    seeds: Seeds,
 }
 
 impl Drawing {
@@ -242,7 +289,7 @@ impl Drawing {
             seeds: seeds.collect(),
             max_new_tokens: sampling.max_new_tokens,
         };
-        let tokenizer = self.tokenizer.clone();
+        let tokenizer = Arc::clone(&self.tokenizer);
         let decode = move |tokens: &[u32]| {
             let text = tokenizer.decode(tokens, true);
             text.map_err(|e| anyhow::anyhow!("{e}"))
@@ -281,10 +328,8 @@ impl Drawing {
             LogProbs::Processed if !greedy => Ok(completion.drawn_log_probs.clone()),
             LogProbs::Temperature if !greedy => completion.log_probs.clone().context("log-probs"),
             _ => {
-                let pair: (&[u32], &[u32]) = (&draw.prompt, &completion.tokens);
-                let batch = TokenBatch::new(&[pair], device())?;
-                let log_probs = self.weights.reference.log_probs(&batch, 1.)?;
-                Ok(log_probs.flatten_all()?.to_vec1()?)
+                let pair = (draw.prompt.as_slice(), completion.tokens.as_slice());
+                log_probs(&self.weights.reference, pair, 1.)
             }
         }
     }

@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::execution::Job;
-use super::python::Interpreter;
-use super::sandbox::{Probed, Sandbox, real_path, with_targets};
-use crate::program::{IsolationConfig, Network, Program, Running, interpreter_name};
+use super::files::interpreter_name;
+use super::job::Job;
+use super::{IsolationConfig, Program};
+use crate::isolation::{self, Interpreter, Probed, Sandbox, real_path, text, with_targets, words};
+use crate::network::Network;
+use crate::processes::Running;
 
 /// Files with which programs find names in a network.
 const OF_NETWORK: [&str; 6] = [
@@ -34,6 +36,10 @@ const IN_FOLDER: &str = "cd \"$1\" 2> /dev/null || :; shift; exec \"$@\"";
 /// Fails unless `$0` is a file that the user can execute.
 const IS_EXECUTABLE: &str =
     "[ -x \"$0\" ] || { echo \"$0: not there, or not executable\" >&2; exit 1; }";
+
+/// Fails unless `$0` is a file that the user can read. Then runs the command that follows.
+const IS_READABLE: &str =
+    "[ -r \"$0\" ] || { echo \"$0: not there, or not readable\" >&2; exit 1; }; exec \"$@\"";
 
 /// Maximum number of scripts that interpret each other, which is that of Linux.
 const MAX_SCRIPTS: usize = 5;
@@ -75,10 +81,7 @@ impl Isolated {
         visible.extend(program.files());
         visible.extend(start.files);
         if config.network != Network::None {
-            for path in OF_NETWORK.map(PathBuf::from) {
-                visible.extend(path.canonicalize().ok());
-                visible.push(path);
-            }
+            visible.extend(OF_NETWORK.map(PathBuf::from));
         }
         let Probed { sandbox, lacks } = Sandbox::probe(config.limits(), &visible, config.network)?;
         if let Some(lacks) = lacks {
@@ -110,7 +113,7 @@ impl Isolated {
         variables: &[(&str, String)],
     ) -> Result<Running> {
         let sandbox = &self.sandbox;
-        let job = Job {
+        let job = isolation::Job {
             command,
             file: None,
             input: Vec::new(),
@@ -137,18 +140,14 @@ impl Isolated {
 
     /// Returns the reason why a command that ends by itself fails, if it does.
     fn fault(&self, command: &[String], program: &Program) -> Result<Option<String>> {
-        let mut running = self.start(command, program, &[])?;
-        let (_, _, mut stderr) = running.pipes()?;
-        let status = running.wait(TRIAL_LIMIT, &|| false);
-        running.kill();
-        let Some(status) = status else {
-            return Ok(Some(format!("not within {TRIAL_LIMIT:?}")));
-        };
-        let mut errors = Vec::new();
-        stderr.read_to_end(&mut errors)?;
-        let errors = String::from_utf8_lossy(&errors);
-        let fault = format!("{} ({status})", errors.trim());
-        Ok((!status.success()).then_some(fault))
+        let mut job = Job::new(self.start(command, program, &[])?, Vec::new())?;
+        let status = job.wait(TRIAL_LIMIT);
+        let errors = job.end();
+        Ok(match status {
+            Some(status) if status.success() => None,
+            Some(status) => Some(format!("{errors} ({status})")),
+            None => Some(format!("not within {TRIAL_LIMIT:?}")),
+        })
     }
 
     /// Returns the isolated program for these options, which is probed once.
@@ -173,7 +172,7 @@ impl Isolated {
 /// # Errors
 ///
 /// Fails if the program does not exist, or if isolation is required and does not work.
-pub(crate) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
+pub(super) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
     Isolated::find(config, program).map(drop)
 }
 
@@ -182,7 +181,7 @@ pub(crate) fn check(config: &IsolationConfig, program: &Program) -> Result<()> {
 /// # Errors
 ///
 /// Fails if it cannot be started, or if isolation is required and does not work.
-pub(crate) fn start(
+pub(super) fn start(
     config: &IsolationConfig,
     program: &Program,
     variables: &[(&str, String)],
@@ -197,7 +196,8 @@ struct Start {
     words: Vec<String>,
     /// Files that it reads.
     files: Vec<PathBuf>,
-    /// A command that ends by itself, and fails if the program or the interpreter cannot start.
+    /// A command that ends by itself. It fails if Python does not start, another program is not
+    /// executable, or a script is not readable.
     trial: Vec<String>,
 }
 
@@ -237,12 +237,21 @@ impl Start {
         let mut start = Self::new(program, &found, scripts + 1)?;
         files.append(&mut start.files);
         // If the path of a virtual environment is long, its scripts are those of a shell first.
-        if let Some(python) = python_beside(path).filter(|_| name.ends_with("sh")) {
-            files.extend(Interpreter::find(&words([&*text(&python), "-s"]))?.files);
+        // Other scripts of a shell do not need the interpreter beside them.
+        if let Some(python) = python_beside(path).filter(|_| name.ends_with("sh"))
+            && let Ok(python) = Interpreter::find(&words([&*text(&python), "-s"]))
+        {
+            files.extend(python.files);
         }
         start.words.extend(options);
         start.words.push(text(path));
-        Ok(Self { files, ..start })
+        let mut trial = words(["sh", "-c", IS_READABLE, &*text(path)]);
+        trial.append(&mut start.trial);
+        Ok(Self {
+            files,
+            trial,
+            ..start
+        })
     }
 }
 
@@ -292,12 +301,4 @@ fn python_beside(path: &Path) -> Option<PathBuf> {
         let settings = bin.parent()?.join("pyvenv.cfg");
         settings.is_file().then(|| bin.join("python"))
     })
-}
-
-fn text(path: &Path) -> String {
-    path.to_string_lossy().into_owned()
-}
-
-fn words<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec<String> {
-    words.into_iter().map(str::to_owned).collect()
 }

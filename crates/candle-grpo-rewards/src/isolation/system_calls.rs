@@ -21,7 +21,7 @@ mod linux {
         SeccompRule, apply_filter,
     };
 
-    use super::super::sandbox::on_thread;
+    use super::super::thread::on_thread;
     use super::{Result, io};
 
     /// Calls that are refused whatever their arguments: io_uring, keyrings, and calls that local
@@ -50,7 +50,7 @@ mod linux {
     /// A seccomp filter. A refused call fails with `EPERM`, and a call from a 32-bit program ends
     /// that program.
     #[derive(Debug, Clone)]
-    pub(in crate::code) struct Filter(BpfProgram);
+    pub(in crate::isolation) struct Filter(BpfProgram);
 
     impl Filter {
         /// Creates the filter, and tries it.
@@ -58,7 +58,7 @@ mod linux {
         /// # Errors
         ///
         /// Fails if the kernel has no filters, or if there is none for this architecture.
-        pub(in crate::code) fn new() -> Result<Self> {
+        pub(in crate::isolation) fn new() -> Result<Self> {
             let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
             let mut refuse = |call: i64, rule: Vec<SeccompRule>| {
                 if cfg!(target_arch = "x86_64") {
@@ -91,7 +91,7 @@ mod linux {
 
         /// Puts the calling thread, and everything that it starts, under the filter, which none of
         /// them can remove.
-        pub(in crate::code) fn apply(&self) -> io::Result<()> {
+        pub(in crate::isolation) fn apply(&self) -> io::Result<()> {
             apply_filter(&self.0).map_err(io::Error::other)
         }
     }
@@ -105,14 +105,14 @@ mod other {
 
     /// A filter, which this system does not have.
     #[derive(Debug, Clone)]
-    pub(in crate::code) enum Filter {}
+    pub(in crate::isolation) enum Filter {}
 
     impl Filter {
-        pub(in crate::code) fn new() -> Result<Self> {
+        pub(in crate::isolation) fn new() -> Result<Self> {
             bail!("only 64-bit Linux has a filter")
         }
 
-        pub(in crate::code) fn apply(&self) -> io::Result<()> {
+        pub(in crate::isolation) fn apply(&self) -> io::Result<()> {
             match *self {}
         }
     }

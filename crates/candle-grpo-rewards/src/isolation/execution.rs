@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 
-use super::sandbox::Sandbox;
-use crate::program::Running;
+use super::sandbox::{Job, Sandbox};
+use crate::processes::Running;
 use crate::{Interrupted, Progress};
 use candle_grpo_base::clock::running_time;
 
@@ -49,23 +49,9 @@ const ENVIRONMENT: [(&str, &str); 7] = [
     ("OPENBLAS_NUM_THREADS", "1"),
 ];
 
-/// A program to execute.
-pub(super) struct Job<'a> {
-    /// The program and its arguments.
-    pub(super) command: &'a [String],
-    /// Name and text for a file in its directory.
-    pub(super) file: Option<(&'a str, &'a str)>,
-    /// Standard input.
-    pub(super) input: Vec<u8>,
-    /// Number of its processes that do not count toward the limit.
-    pub(super) helpers: u64,
-    /// If true, the line `ready` comes before its stderr.
-    pub(super) announced: bool,
-}
-
 /// End of an execution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
+pub(crate) enum End {
     /// By itself or through a system limit; true if the status was 0.
     Exited(bool),
     /// It exceeded its time.
@@ -75,10 +61,10 @@ pub(super) enum End {
 }
 
 /// An execution's result.
-pub(super) struct Outcome {
-    pub(super) end: End,
+pub(crate) struct Outcome {
+    pub(crate) end: End,
     /// Its stdout.
-    pub(super) output: Vec<u8>,
+    pub(crate) output: Vec<u8>,
 }
 
 /// Why a program did not run.
@@ -100,7 +86,7 @@ impl Sandbox {
     ///
     /// Fails if the sandbox cannot be started, or if a stop is requested. Whatever a program does
     /// is not an error.
-    pub(super) fn run(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome> {
+    pub(crate) fn run(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome> {
         let mut attempt = 1;
         loop {
             match self.attempt(job, progress) {

@@ -39,7 +39,7 @@ impl Place {
     }
 
     /// Directory whose files the program receives. Without isolation, the program runs in it.
-    pub(super) fn files(&self) -> &Path {
+    pub(crate) fn files(&self) -> &Path {
         &self.files
     }
 

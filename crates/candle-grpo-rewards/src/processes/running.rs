@@ -9,8 +9,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 
 use super::group::ProcessGroup;
-#[cfg(feature = "code")]
-use crate::code::Place;
 use candle_grpo_base::clock::running_time;
 
 /// Interval between checks.
@@ -24,8 +22,7 @@ pub(crate) struct Running {
     child: Child,
     group: ProcessGroup,
     /// Directories that the program uses until it has ended.
-    #[cfg(feature = "code")]
-    place: Option<Place>,
+    place: Option<Box<dyn Send>>,
     /// Listener in the program's own network.
     server: Option<TcpListener>,
 }
@@ -47,7 +44,6 @@ impl Running {
         Ok(Self {
             child,
             group,
-            #[cfg(feature = "code")]
             place: None,
             server: None,
         })
@@ -55,14 +51,18 @@ impl Running {
 
     /// Removes `place` after the program has been killed.
     #[cfg(feature = "code")]
-    pub(crate) fn isolated(mut self, place: Place, server: Option<TcpListener>) -> Self {
-        self.place = Some(place);
+    pub(crate) fn isolated(
+        mut self,
+        place: impl Send + 'static,
+        server: Option<TcpListener>,
+    ) -> Self {
+        self.place = Some(Box::new(place));
         self.server = server;
         self
     }
 
     /// Takes the listener in the program's own network, if it has one.
-    pub(super) fn take_server(&mut self) -> Option<TcpListener> {
+    pub(crate) fn take_server(&mut self) -> Option<TcpListener> {
         self.server.take()
     }
 
@@ -111,7 +111,7 @@ impl Running {
 
     /// Kills like [`Self::kill`], then waits until `readers` have read the rest. The pipes are
     /// closed by then, unless a process outside the group holds them.
-    pub(super) fn kill_and_read(&mut self, readers: &[JoinHandle<()>]) {
+    pub(crate) fn kill_and_read(&mut self, readers: &[JoinHandle<()>]) {
         self.kill();
         let deadline = running_time() + LAST_OUTPUT;
         while !readers.iter().all(JoinHandle::is_finished) && running_time() < deadline {
@@ -123,6 +123,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.kill();
+        drop(self.place.take());
     }
 }
 
