@@ -278,7 +278,7 @@ impl<C: ModelConfig> Drop for Worker<C> {
     }
 }
 
-/// What the thread draws with and from.
+/// The state of the thread.
 struct Draws<C: ModelConfig> {
     collector: Collector<C>,
     newest: Option<Arc<NewestWeights<C>>>,

@@ -181,9 +181,12 @@ impl ServerGenerator {
 
     /// Ends all requests, and returns the completions and beginnings that the servers answer.
     fn interrupt(&self, workers: Workers<Answer>, progress: &dyn Progress) -> Result<Vec<Answer>> {
-        let ensure_not_canceled = || match progress.is_canceled() {
-            true => Err(Interrupted.into()),
-            false => Ok(()),
+        let ensure_not_canceled = || {
+            if progress.is_canceled() {
+                Err(Interrupted.into())
+            } else {
+                Ok(())
+            }
         };
         let interrupts = self.servers.interrupt()?;
         let answers = workers.drain(|| {

@@ -19,7 +19,7 @@ use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
 /// Maximum wait for a server's health check.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
-/// Wait before a server is told again to end its requests.
+/// Wait before a server is asked again to end its requests.
 const INTERRUPT_INTERVAL: Duration = Duration::from_millis(250);
 /// Wait before a failed server is checked again; it doubles with each failure.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
@@ -225,7 +225,7 @@ impl Servers {
         state.servers.iter().any(|server| server.is_loading)
     }
 
-    /// Starts threads that tell the servers to end their requests, again and again until they are
+    /// Starts threads that ask the servers to end their requests, again and again until they are
     /// stopped. A server that refuses it is an error.
     pub(super) fn interrupt(self: &Arc<Self>) -> Result<Workers<()>> {
         let servers = Arc::clone(self);

@@ -340,7 +340,7 @@ struct Recorded {
     servers: ServerGenerator,
     /// The stream whose requests wait until new weights arrive.
     waiting_stream: Option<u64>,
-    /// Whether requests wait.
+    /// True while requests wait.
     waits: Arc<AtomicBool>,
     policies: Mutex<BTreeMap<u64, Policy>>,
     ended: Mutex<Vec<(Vec<u32>, Completion)>>,
