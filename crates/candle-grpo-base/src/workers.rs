@@ -96,6 +96,11 @@ impl<T: Send + 'static> Workers<T> {
         }
     }
 
+    /// Asks the threads to stop after the jobs that they have begun.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
     /// Asks the threads to stop, and returns the results until they have. Calls `waiting` at
     /// intervals.
     ///
@@ -103,7 +108,7 @@ impl<T: Send + 'static> Workers<T> {
     ///
     /// If a job or `waiting` fails, or a thread panicked.
     pub fn drain(self, mut waiting: impl FnMut() -> Result<()>) -> Result<Vec<T>> {
-        self.stop.store(true, Ordering::Release);
+        self.stop();
         let mut results = Vec::new();
         loop {
             match self.results.recv_timeout(POLL) {

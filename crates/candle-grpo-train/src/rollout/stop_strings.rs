@@ -29,10 +29,10 @@ impl<'a> StopStrings<'a> {
     }
 
     /// Returns the number of tokens in the shortest prefix of `tokens` whose text contains one of
-    /// the strings.
+    /// the strings. The first `searched` tokens must contain none.
     #[cfg(any(test, feature = "engines"))]
-    pub(super) fn first_end(&self, tokens: &[u32]) -> Result<Option<usize>> {
-        for len in 1..=tokens.len() {
+    pub(super) fn first_end(&self, tokens: &[u32], searched: usize) -> Result<Option<usize>> {
+        for len in searched + 1..=tokens.len() {
             if self.end(&tokens[..len])? {
                 return Ok(Some(len));
             }
@@ -92,7 +92,7 @@ mod tests {
 
     /// Where a completion ends, if it does.
     fn end(stops: &StopStrings, tokens: &[u32]) -> Option<usize> {
-        stops.first_end(tokens).unwrap()
+        stops.first_end(tokens, 0).unwrap()
     }
 
     fn bytes(text: &str) -> Vec<u32> {
@@ -115,6 +115,9 @@ mod tests {
         assert_eq!(end(&stops, &bytes("caf\u{e9}s")), Some(5));
         assert_eq!(end(&stops, &bytes("É")), None);
         assert_eq!(end(&stops, &[]), None);
+        // After tokens that were searched before.
+        let end = stops.first_end(&bytes("is 42</answer>, so"), 9).unwrap();
+        assert_eq!(end, Some(14));
     }
 
     #[test]

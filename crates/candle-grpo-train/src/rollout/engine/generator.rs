@@ -62,8 +62,8 @@ pub struct ServerGenerator {
 struct Answer {
     place: usize,
     completion: Completion,
-    /// Number of its tokens that are new.
-    new_tokens: usize,
+    /// Number of its tokens from earlier calls.
+    begun: usize,
     has_ended: bool,
 }
 
@@ -188,6 +188,8 @@ impl ServerGenerator {
                 Ok(())
             }
         };
+        // Before an answer can be the consequence.
+        workers.stop();
         let interrupts = self.servers.interrupt()?;
         let answers = workers.drain(|| {
             ensure_not_canceled()?;
@@ -238,13 +240,15 @@ impl Generator for ServerGenerator {
         };
         let mut receive = |mut answer: Answer| {
             end(batch, stop_strings.as_ref(), &mut answer)?;
+            let new_tokens = answer.completion.tokens.len() - answer.begun;
             if !answer.has_ended {
+                batch.progress.advance(0, new_tokens);
                 let unfinished = batch.partial.map(|partial| partial.unfinished);
                 let unfinished = unfinished.context("the completion has not ended")?;
                 return unfinished(answer.place, answer.completion);
             }
             deliver(answer.place, answer.completion)?;
-            batch.progress.advance(1, answer.new_tokens);
+            batch.progress.advance(1, new_tokens);
             Ok(())
         };
         let mut left = total;
@@ -304,7 +308,7 @@ fn end(
     // Before a stop token, whose text ends nothing.
     let text = &completion.tokens[..stop_token.unwrap_or(completion.tokens.len())];
     if let Some(strings) = stop_strings
-        && let Some(len) = strings.first_end(text)?
+        && let Some(len) = strings.first_end(text, answer.begun)?
     {
         truncate(completion, len);
         completion.finish_reason = FinishReason::StopString;
@@ -365,7 +369,7 @@ impl Batch {
         })?;
         Ok(drawn.map(|(new, has_ended)| Answer {
             place: job.place,
-            new_tokens: new.tokens.len(),
+            begun: job.begun().len(),
             completion: append(job.begun.take(), new),
             has_ended,
         }))
@@ -420,9 +424,10 @@ impl Batch {
             written,
             experts: None,
             finish_reason: match end {
-                End::StopToken | End::Aborted => FinishReason::StopToken,
+                End::StopToken => FinishReason::StopToken,
                 End::StopString => FinishReason::StopString,
-                End::Length => FinishReason::Length,
+                // Aborted within the step that sampled the last token, if it has ended.
+                End::Length | End::Aborted => FinishReason::Length,
             },
         }
     }

@@ -16,6 +16,8 @@ use candle_grpo_hub::http::{JsonClient, Limits, RequestFailure};
 const MAX_ANSWER: u64 = 1 << 24;
 /// Maximum answer length per token: its id, its text and its log-prob.
 const MAX_TOKEN: u64 = 1 << 10;
+/// Maximum wait for the answer to a request that a server answers at once.
+const BRIEF: Duration = Duration::from_secs(20);
 /// Maximum number of characters that an error quotes from an answer.
 const SHOWN: usize = 80;
 
@@ -329,6 +331,21 @@ pub enum Failure {
     Unsupported(String),
 }
 
+impl Failure {
+    /// Returns whether the server would answer another attempt in the same way.
+    pub(super) fn is_refusal(&self) -> bool {
+        match self {
+            Self::Unsupported(_) => true,
+            Self::Status {
+                status: 408 | 425 | 429,
+                ..
+            } => false,
+            Self::Status { status, .. } => (400..500).contains(status),
+            _ => false,
+        }
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -364,8 +381,12 @@ impl Server {
         self.call_within(call, self.timeout)
     }
 
-    /// Does the same as [`Self::call`], with another limit.
-    pub(super) fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
+    /// Does the same as [`Self::call`], for a request that a server answers at once.
+    pub(super) fn call_briefly(&self, call: &Call) -> Result<Value, Failure> {
+        self.call_within(call, BRIEF.min(self.timeout))
+    }
+
+    fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
         let text = self.send(call, limit, MAX_ANSWER)?;
         Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
     }

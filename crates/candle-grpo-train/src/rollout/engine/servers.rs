@@ -17,8 +17,6 @@ use candle_grpo_base::clock::running_time;
 use candle_grpo_base::workers::{POLL, Workers};
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
-/// Maximum wait for a server's health check.
-const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
 /// Wait before a server is asked again to end its requests.
 const INTERRUPT_INTERVAL: Duration = Duration::from_millis(250);
 /// Wait before a failed server is checked again; it doubles with each failure.
@@ -235,12 +233,7 @@ impl Servers {
                 let is_busy = servers.lock().servers[index].in_flight > 0;
                 let interrupted = is_busy.then(|| servers.protocol.interrupt(server));
                 match interrupted.unwrap_or(Ok(())) {
-                    Err(
-                        failure @ (Failure::Status {
-                            status: 400..500, ..
-                        }
-                        | Failure::Unsupported(_)),
-                    ) => bail!("{}: {failure}", server.url),
+                    Err(failure) if failure.is_refusal() => bail!("{}: {failure}", server.url),
                     // The requests of a server that does not answer fail, too.
                     _ => {
                         pause(INTERRUPT_INTERVAL, || stop.load(Ordering::Acquire));
@@ -475,8 +468,7 @@ impl Servers {
         must_load: bool,
     ) -> std::result::Result<(), Failure> {
         let server = &self.list[index];
-        let limit = HEALTH_TIMEOUT.min(server.timeout);
-        server.call_within(&self.protocol.health(), limit)?;
+        server.call_briefly(&self.protocol.health())?;
         if server.model.get().is_none() {
             let name = self.served_model_name.as_deref();
             let model = self.protocol.describe(server, name)?;
@@ -575,17 +567,11 @@ impl Lease<'_> {
         let adapter = self.weights.as_deref();
         let adapter = adapter.is_some_and(|weights| weights.format == WeightFormat::Adapter);
         match failure {
-            Failure::Unsupported(_) => true,
             // A restarted server does not have the adapter.
             Failure::Status {
                 status: 400 | 404, ..
             } => !adapter,
-            Failure::Status {
-                status: 408 | 425 | 429,
-                ..
-            } => false,
-            Failure::Status { status, .. } => (400..500).contains(status),
-            _ => false,
+            failure => failure.is_refusal(),
         }
     }
 

@@ -161,7 +161,7 @@ impl Protocol for Sglang {
 
     fn interrupt(&self, server: &Server) -> Result<(), Failure> {
         let body = json!({"rid": "", "abort_all": true});
-        server.call(&Call::post("/abort_request", body))?;
+        server.call_briefly(&Call::post("/abort_request", body))?;
         Ok(())
     }
 

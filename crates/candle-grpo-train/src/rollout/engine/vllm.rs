@@ -84,7 +84,7 @@ impl Protocol for Vllm {
     }
 
     fn interrupt(&self, server: &Server) -> Result<(), Failure> {
-        server.call(&Call::post("/abort_requests", json!({})))?;
+        server.call_briefly(&Call::post("/abort_requests", json!({})))?;
         Ok(())
     }
 

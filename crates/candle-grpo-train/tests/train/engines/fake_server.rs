@@ -67,7 +67,7 @@ pub(crate) struct Engine {
     pub(crate) dead: bool,
     /// The key that requests need.
     pub(crate) api_key: Option<String>,
-    /// Returns the number of tokens after which a request waits for an abort, if it has more.
+    /// Returns the number of tokens after which a request waits for an abort, if it has as many.
     pub(crate) waits_after: WaitsAfter,
     /// Number of times that a client has aborted all requests.
     pub(crate) aborts: usize,
@@ -249,7 +249,7 @@ impl Shared {
         drop(engine);
         let mut drawn = drawing.draw(draw).map_err(|e| (500, format!("{e:#}")))?;
         if let Some(length) = waits_after
-            && drawn.iter().any(|drawn| drawn.tokens.len() > length)
+            && drawn.iter().any(|drawn| drawn.tokens.len() >= length)
         {
             let mut engine = self.engine();
             while engine.aborts == aborts && !self.closing.load(Ordering::Acquire) {

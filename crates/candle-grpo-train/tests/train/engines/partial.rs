@@ -30,11 +30,11 @@ use crate::common::{self, digest, model, prompts, sampling, tokenizer};
 const SEED: u64 = 5;
 
 /// Completions by their places.
-type Places = BTreeMap<usize, Completion>;
+pub(super) type Places = BTreeMap<usize, Completion>;
 
 /// Samples two completions for each of three prompts until `enough` have ended. Returns these, and
 /// the beginnings of others.
-fn call(
+pub(super) fn call(
     client: &ServerGenerator,
     sampling: &SamplingConfig,
     begun: &Places,
@@ -125,7 +125,11 @@ fn abort_path(engine: Engine) -> &'static str {
 }
 
 /// Checks that each token has the log-prob of the weights of its version, which are in `policies`.
-fn assert_drawn(prompt: &[u32], completion: &Completion, policies: &BTreeMap<u64, Policy>) {
+pub(super) fn assert_drawn(
+    prompt: &[u32],
+    completion: &Completion,
+    policies: &BTreeMap<u64, Policy>,
+) {
     let log_probs = completion.log_probs.as_ref().unwrap();
     assert_eq!(*log_probs, completion.drawn_log_probs);
     for (at, version) in completion.weight_versions.iter().enumerate() {
@@ -207,6 +211,24 @@ fn interrupted_completions_continue_with_other_weights(
         };
         assert_eq!(*seed, first.to_u64_after(2) >> 1);
         assert_ne!(*seed, first.to_u64() >> 1);
+    }
+}
+
+/// An abort may reach a server within the step that samples the last token.
+#[test]
+fn an_interrupted_completion_of_full_length_has_ended() {
+    let (setup, client) = started(Engine::Vllm, WeightSync::Disk);
+    let mut sampling = sampling();
+    sampling.stop_token_ids.clear();
+    let length = sampling.max_new_tokens;
+    setup.servers[0].engine().waits_after =
+        Box::new(move |draw| (draw.prompt.len() == 1).then_some(length));
+    let (ended, unfinished) = call(&client, &sampling, &Places::new(), 4, &NoProgress).unwrap();
+    assert!(unfinished.is_empty(), "{unfinished:?}");
+    assert_eq!(ended.len(), 6);
+    for completion in ended.values() {
+        assert_eq!(completion.tokens.len(), length);
+        assert_eq!(completion.finish_reason, FinishReason::Length);
     }
 }
 
@@ -425,7 +447,9 @@ fn train(
     let metrics: Vec<StepMetrics> = (0..4).map(|_| trainer.step().unwrap()).collect();
     drop(trainer);
     let policies = recorded.policies.lock().unwrap();
-    assert!(policies.keys().eq(&[0, 1, 2, 3]));
+    if waiting_stream.is_none() {
+        assert!(policies.keys().eq(&[0, 1, 2, 3]));
+    }
     let ended = recorded.ended.lock().unwrap();
     let mut mixed = 0;
     for (prompt, completion) in ended.iter() {

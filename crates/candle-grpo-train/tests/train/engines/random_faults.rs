@@ -1,5 +1,6 @@
 //! Random server faults.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -11,8 +12,9 @@ use candle_grpo_train::rollout::{Engine, WeightSync};
 use serde_json::json;
 
 use super::fake_server::Fault;
-use super::{Setup, draw, until_it_succeeds};
-use crate::common::sampling;
+use super::partial::{Places, assert_drawn, call};
+use super::{Policy, Setup, draw, until_it_succeeds};
+use crate::common::{prompts, sampling};
 
 /// A fault that any engine's server may have.
 fn fault(number: u64) -> Fault {
@@ -84,6 +86,7 @@ fn survive_faults(engine: Engine, sync: WeightSync) {
     }
     let mut chances = words(engine as u64);
     let mut version = 0;
+    let (mut policies, mut begun) = (BTreeMap::<u64, Policy>::new(), Places::new());
     // Two of each kind, on average.
     while faults.load(Ordering::Relaxed) < cases(26, 400) as usize {
         version += 1;
@@ -91,6 +94,22 @@ fn survive_faults(engine: Engine, sync: WeightSync) {
         if let Err(error) = policy.push(&client) {
             setup.assert_names_a_server(&error);
             continue;
+        }
+        if engine != Engine::Openai {
+            policies.insert(version, setup.policy(version));
+            let enough = 1 + chances.next().unwrap() as usize % 6;
+            match call(&client, &sampling, &begun, enough, &NoProgress) {
+                Ok((ended, unfinished)) => {
+                    for (place, completion) in ended.iter().chain(&unfinished) {
+                        let prompt = &prompts(&["abc", "d", "ee"])[place / 2];
+                        assert_drawn(&prompt.tokens, completion, &policies);
+                    }
+                    assert!(ended.len() >= enough);
+                    assert!(unfinished.keys().all(|place| !ended.contains_key(place)));
+                    begun = unfinished;
+                }
+                Err(error) => setup.assert_names_a_server(&error),
+            }
         }
         for stream in 0..2 {
             match draw(&client, &sampling, stream, Arc::new(NoProgress)) {

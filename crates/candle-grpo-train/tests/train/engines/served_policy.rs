@@ -138,7 +138,7 @@ pub(crate) struct Drawn {
 impl Drawn {
     /// Leaves the first `length` tokens.
     pub(crate) fn abort(&mut self, length: usize) {
-        if self.tokens.len() > length {
+        if self.tokens.len() >= length {
             self.tokens.truncate(length);
             self.log_probs.truncate(length);
             self.is_aborted = true;
