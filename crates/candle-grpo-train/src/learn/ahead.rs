@@ -12,10 +12,10 @@ use candle_grpo_core::selection::TaskScores;
 use candle_grpo_core::validate::check;
 use candle_grpo_nn::{ModelConfig, Parameters};
 
-use super::TrainerState;
 use super::collector::{Collect, Collection, Collector};
 use super::snapshot::{NewestWeights, Snapshot};
 use super::staleness::{max_staleness, stale_groups};
+use super::{PhaseSeconds, TrainerState};
 use crate::rollout::{LocalGenerator, PolicyWeights, UnfinishedGroup};
 use candle_grpo_base::within;
 
@@ -247,9 +247,14 @@ impl<C: ModelConfig> Worker<C> {
         }
         self.collector.resend(weights)?;
         self.collector.draw_again(collection, step, &stale)?;
+        let of = if self.collector.config.rollout.partial {
+            " (rollout.max_staleness + rollout.max_continuations)"
+        } else {
+            " (rollout.max_staleness)"
+        };
         if let Some(&group) = stale_groups(collection, version, most as u64)?.first() {
             bail!(
-                "generator: drew prompt {} with weights that lack {} updates, must be at most {most} (rollout.max_staleness)",
+                "generator: drew prompt {} with weights that lack {} updates, must be at most {most}{of}",
                 self.collector.prompts[collection.all.rows[group]].index,
                 max_staleness(&collection.all.group_batch(group)?, version)
             );
@@ -296,7 +301,7 @@ fn collect_all<C: ModelConfig>(
     let mut idle = Instant::now();
     while let Ok(request) = requests.recv() {
         let waited = idle.elapsed().as_secs_f64();
-        let collection = draws.collect(&request).map(|mut collection| {
+        let collection = draws.collect(request).map(|mut collection| {
             collection.seconds.idle = Some(waited);
             collection
         });
@@ -309,17 +314,20 @@ fn collect_all<C: ModelConfig>(
 }
 
 impl<C: ModelConfig> Draws<C> {
-    fn collect(&mut self, request: &Request<C>) -> Result<Collection> {
+    fn collect(&mut self, request: Request<C>) -> Result<Collection> {
         let newest = self.newest.as_deref();
-        let arrived = newest.and_then(NewestWeights::take);
-        let weights = arrived.as_ref().or(request.weights.as_ref());
+        let weights = newest.and_then(NewestWeights::take).or(request.weights);
+        let seconds = match &weights {
+            Some(weights) => self.collector.receive(&weights.weights())?,
+            None => PhaseSeconds::default(),
+        };
+        drop(weights);
         let collection = self.collector.draw(
             request.step,
             self.visited,
-            weights.map(Snapshot::weights).as_ref(),
             request.scores.as_ref(),
             std::mem::take(&mut self.unfinished_groups),
-            newest,
+            (newest, seconds),
         )?;
         self.visited = collection.visited;
         self.unfinished_groups

@@ -47,7 +47,8 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         let step = state.steps + 1;
         let scores = state.task_scores.as_ref();
         let groups = state.unfinished_groups.clone();
-        self.draw(step, state.visited, Some(weights), scores, groups, None)
+        let seconds = self.receive(weights)?;
+        self.draw(step, state.visited, scores, groups, (None, seconds))
     }
 }
 
@@ -181,10 +182,16 @@ impl<C: ModelConfig> Collector<C> {
         Ok(())
     }
 
-    /// Passes `weights` to the generator unless it has them or newer ones.
-    fn update(&self, weights: &PolicyWeights<'_, C>) -> Result<()> {
+    /// Passes `weights` to the generator unless it has them or newer ones. Returns how long it
+    /// took.
+    pub(super) fn receive(&self, weights: &PolicyWeights<'_, C>) -> Result<PhaseSeconds> {
+        let start = Instant::now();
         let mut turn = self.generator.wait(&*self.progress)?;
-        self.pass(weights, &mut turn, &*self.progress)
+        self.pass(weights, &mut turn, &*self.progress)?;
+        Ok(PhaseSeconds {
+            sample: start.elapsed().as_secs_f64(),
+            ..PhaseSeconds::default()
+        })
     }
 
     fn pass(
@@ -243,7 +250,7 @@ impl<C: ModelConfig> Collector<C> {
         Ok(sampler.with_progress(progress))
     }
 
-    /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
+    /// Samples until step `step` has enough groups, from the
     /// prompts after the first `visited` positions of their order. A curriculum draws them by
     /// `scores`. With [`RolloutConfig::partial`](crate::rollout::RolloutConfig::partial), continues
     /// the groups of earlier steps. Passes the `newest` weights to the generator as soon as there
@@ -251,20 +258,12 @@ impl<C: ModelConfig> Collector<C> {
     pub(super) fn draw(
         &self,
         step: usize,
-        visited: usize,
-        weights: Option<&PolicyWeights<'_, C>>,
+        mut visited: usize,
         scores: Option<&TaskScores>,
         mut unfinished_groups: Vec<UnfinishedGroup>,
-        newest: Option<&NewestWeights<C>>,
+        (newest, mut seconds): (Option<&NewestWeights<C>>, PhaseSeconds),
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
-        let mut visited = visited;
-        let mut seconds = PhaseSeconds::default();
-        if let Some(weights) = weights {
-            let start = Instant::now();
-            self.update(weights)?;
-            seconds.sample += start.elapsed().as_secs_f64();
-        }
         // The sampling round of each group.
         let mut round_of = Vec::new();
         let mut drawn: Vec<usize> = unfinished_groups.iter().map(|group| group.row).collect();
@@ -369,9 +368,12 @@ impl<C: ModelConfig> Collector<C> {
                 let sampler = &self.sampler;
                 sampler.continue_groups(prompts, groups, count, oldest, &have_arrived)
             };
-            while !continue_groups(groups)? {
+            loop {
                 if let Some(weights) = newest.and_then(NewestWeights::take) {
                     self.pass(&weights.weights(), turn, &*self.progress)?;
+                }
+                if continue_groups(groups)? {
+                    break;
                 }
             }
             let mut drawn = RolloutGroups::none(num_generations);

@@ -233,14 +233,12 @@ fn completions_that_cannot_be_continued_are_named() {
 /// Samples from copies of the weights, and remembers them and the completions of all versions.
 #[derive(Default)]
 struct Versions {
-    /// The weights of each version.
-    weights: Mutex<Vec<Parameters>>,
+    /// The weights of the versions that it received.
+    weights: Mutex<BTreeMap<u64, Parameters>>,
     /// Completions that have ended, with their prompts' tokens.
     ended: Mutex<Vec<(CompletionSeed, Vec<u32>, Completion)>>,
     /// True if it does not end calls early.
     is_whole: bool,
-    /// The version of the first weights.
-    first_version: u64,
     /// The stream that waits for the weights of version 1 after three tokens of each completion.
     waiting_stream: Option<u64>,
 }
@@ -248,9 +246,8 @@ struct Versions {
 impl Generator for Versions {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         let weights = self.weights.lock().unwrap();
-        let version = self.first_version + weights.len() as u64 - 1;
+        let (&version, parameters) = weights.last_key_value().unwrap();
         let model = model();
-        let parameters = weights.last().unwrap();
         let weights = PolicyWeights {
             version,
             model: &model,
@@ -265,33 +262,36 @@ impl Generator for Versions {
         let mut streams = places.iter().map(|(seed, _)| seed.stream);
         let waits = version == 0 && streams.any(|stream| self.waiting_stream == Some(stream));
         let asked = AtomicUsize::new(0);
-        let is_enough = || {
-            let is_enough = || batch.partial.is_some_and(|partial| (partial.is_enough)());
-            while waits && asked.fetch_add(1, Ordering::Relaxed) >= 3 && !is_enough() {
-                assert!(!batch.progress.is_canceled(), "the weights never arrived");
-                thread::yield_now();
-            }
-            is_enough()
-        };
+        let is_enough_now = || batch.partial.is_some_and(|partial| (partial.is_enough)());
+        let is_enough = || is_enough_now() || waits && asked.fetch_add(1, Ordering::Relaxed) >= 3;
+        let progress = batch.progress;
         let partial = batch.partial.filter(|_| !self.is_whole);
         let partial = partial.map(|partial| Partial {
             is_enough: &is_enough,
             ..partial
         });
-        let batch = GenerationBatch { partial, ..*batch };
-        generator.generate(&batch, &mut |place, completion| {
+        let part = GenerationBatch { partial, ..*batch };
+        generator.generate(&part, &mut |place, completion| {
             let (seed, prompt) = places[place];
             let mut ended = self.ended.lock().unwrap();
             ended.push((seed, prompt.to_vec(), completion.clone()));
             drop(ended);
             deliver(place, completion)
-        })
+        })?;
+        while waits && !is_enough_now() {
+            assert!(!progress.is_canceled(), "the weights never arrived");
+            thread::yield_now();
+        }
+        Ok(())
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         let mut all = self.weights.lock().unwrap();
-        assert_eq!(self.first_version + all.len() as u64, weights.version);
-        all.push(weights.parameters.copy_to(device())?);
+        assert!(
+            all.last_key_value()
+                .is_none_or(|(last, _)| *last < weights.version)
+        );
+        all.insert(weights.version, weights.parameters.copy_to(device())?);
         Ok(())
     }
 }
@@ -308,11 +308,12 @@ fn run(config: &TrainConfig, generator: &Arc<Versions>, steps: usize) -> Vec<Ste
 /// number of completions with several versions.
 fn count_mixed(generator: &Versions) -> usize {
     let weights = generator.weights.lock().unwrap();
-    let actors: Vec<Actor<Decoder>> = weights
+    let actors: BTreeMap<u64, Actor<Decoder>> = weights
         .iter()
-        .map(|parameters| {
+        .map(|(&version, parameters)| {
             let config = actor_config(PolicyLoss::default());
-            Actor::new(model(), parameters.clone(), config).unwrap()
+            let actor = Actor::new(model(), parameters.clone(), config);
+            (version, actor.unwrap())
         })
         .collect();
     let ended = generator.ended.lock().unwrap();
@@ -320,21 +321,18 @@ fn count_mixed(generator: &Versions) -> usize {
     for (_, prompt, completion) in ended.iter() {
         let pair = [(prompt.as_slice(), completion.tokens.as_slice())];
         let batch = TokenBatch::new(&pair, device()).unwrap();
-        let expected: Vec<Vec<f32>> = actors
+        let expected: BTreeMap<u64, Vec<f32>> = actors
             .iter()
-            .map(|actor| {
+            .map(|(&version, actor)| {
                 let log_probs = actor.log_probs(&batch).unwrap();
-                log_probs.flatten_all().unwrap().to_vec1().unwrap()
+                (version, log_probs.flatten_all().unwrap().to_vec1().unwrap())
             })
             .collect();
         let versions = &completion.weight_versions;
         assert!(versions.is_sorted(), "{versions:?}");
         mixed += usize::from(versions.first() != versions.last());
         for (at, &version) in versions.iter().enumerate() {
-            let (found, right) = (
-                completion.drawn_log_probs[at],
-                expected[version as usize][at],
-            );
+            let (found, right) = (completion.drawn_log_probs[at], expected[&version][at]);
             assert!(
                 (found - right).abs() < 1e-4,
                 "{at}: {found}, must be {right}"
@@ -400,10 +398,7 @@ fn a_resumed_run_continues_the_groups_of_its_checkpoint() {
         .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
         .unwrap();
     drop(before);
-    let generator = Arc::new(Versions {
-        first_version: 2,
-        ..Versions::default()
-    });
+    let generator = Arc::new(Versions::default());
     let mut after = trainer_of(TrainerParts {
         generator: Some(Arc::<Versions>::clone(&generator)),
         ..parts(digest, config)
