@@ -95,8 +95,9 @@ pub struct RolloutConfig {
     /// `max_staleness + 1`.
     pub weight_sync_steps: usize,
     /// Maximum number of updates between the weights that sample a completion and those that it
-    /// trains. With 0, sampling and training alternate. Above 0, completions for later steps are
-    /// sampled while the policy trains, and the loss must have a rollout correction.
+    /// trains, apart from what `partial` adds. With 0, sampling and training alternate. Above 0,
+    /// completions for later steps are sampled while the policy trains, and the loss must have
+    /// a rollout correction.
     pub max_staleness: usize,
     /// If true, the engine receives each update as soon as there is one, also while it samples.
     /// Completions that have begun keep their tokens, and continue with the new weights. Needs
@@ -111,7 +112,8 @@ pub struct RolloutConfig {
     /// as many. Absent: twice as many.
     pub prompts_in_flight: Option<usize>,
     /// With `partial`, maximum number of later steps that continue a group. The last of them
-    /// samples it to its end, so a token is at most as many updates older than `max_staleness`.
+    /// samples it to its end, so a token is at most `max_staleness + max_continuations` updates
+    /// old.
     pub max_continuations: usize,
     /// Maximum mean absolute difference between the engine's and the policy's log-probs, over the
     /// tokens in a probe. It is checked at the start and after each weight transfer.

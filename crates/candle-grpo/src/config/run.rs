@@ -275,10 +275,16 @@ impl RunConfig {
             return Err(Problem::at(REWARDS, message));
         }
         self.validate_group_filter()?;
-        if self.train.rollout.partial && self.environment.is_some() {
-            let message =
-                "true, must be false with an environment, whose trajectories end in their step";
-            return Err(Problem::at("rollout.partial", message));
+        let rollout = &self.train.rollout;
+        for (key, continues) in [
+            ("rollout.partial", rollout.partial),
+            ("rollout.in_flight_updates", rollout.in_flight_updates),
+        ] {
+            if continues && self.environment.is_some() {
+                let message =
+                    "true, must be false with an environment, whose trajectories end in their step";
+                return Err(Problem::at(key, message));
+            }
         }
         if self.train.turn_advantage.is_some() && self.environment.is_none() {
             let message = "given, must be absent without an environment";

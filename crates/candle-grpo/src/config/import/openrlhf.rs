@@ -82,7 +82,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "train.seed": To("seed");
     "train.enable_ema": Unless("false", "weights are not averaged");
     "train.async_enable": Set("rollout.max_staleness", "");
-    "train.partial_rollout_enable": Unless("false", "rollout.partial needs engine local and steps in turn");
+    "train.partial_rollout_enable": Set("rollout.in_flight_updates", "");
     "train.agent_func_path": Unless("null", ENVIRONMENT);
     "train": NoMeaning(MEMORY);
     "actor.adam.lr": To("optimizer.learning_rate");

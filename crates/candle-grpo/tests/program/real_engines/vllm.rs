@@ -124,7 +124,8 @@ fn completions_of_vllm_continue_with_new_weights() {
         assert!(number("rollout_kl_k3") < 1e-6);
     }
     let folder = tempfile::tempdir().unwrap();
-    let run = train(folder.path(), &server, &keys(10, 1e-5)[2..5]);
+    let learning_rate = 2e-5;
+    let run = train(folder.path(), &server, &keys(10, learning_rate));
     assert!(run.wait_with_output().unwrap().status.success());
     assert_learned(folder.path());
     let metrics = lines(&folder.path().join("run/metrics.jsonl"));
