@@ -107,7 +107,7 @@ bench-tinker: ## time a loop through the API of grpo serve --tinker beside the s
 bench-breakdown: ## divide the time of training and generation among their parts: target/bench/breakdown.md; needs Linux's perf
 	@CARGO="$(CARGO)" benches/breakdown/run
 
-bench-staleness: model ## compare staleness 1 with staleness 0, the policy itself and vLLM, which it installs: target/staleness/table.md
+bench-staleness: model ## compare ways to sample while the policy trains, with the policy itself and vLLM, which it installs: target/staleness/table.md
 	scripts/vllm install
 	$(CARGO) build --release --locked -p candle-grpo
 	scripts/staleness
