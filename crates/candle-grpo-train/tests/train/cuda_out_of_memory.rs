@@ -86,8 +86,9 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
             free.tokens == limited.tokens && free.log_probs == limited.log_probs
         })
     };
-    // With one failure, the cache grows by less. With two, completions are suspended.
-    for failures in [1, 2] {
+    // With one failure, the cache grows by less. With two, it grows by what is needed now, and by no
+    // more, which may be enough. With three, completions are suspended.
+    for failures in [1, 2, 3] {
         let mut survived = 0;
         let numbers = spread(all, if is_long() { 64 } else { 8 });
         for number in numbers.chain(growth + 1..growth + 9) {
@@ -100,7 +101,9 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
                 Ok(rollouts) => {
                     assert!(same(&rollouts), "allocation {number}");
                     let is_limited = fewest < Some(12);
-                    assert_eq!(failed == 2, is_limited, "allocation {number}: {fewest:?}");
+                    if failed != 2 {
+                        assert_eq!(failed == 3, is_limited, "allocation {number}: {fewest:?}");
+                    }
                     survived += usize::from(failed == failures);
                 }
                 Err(error) => assert_out_of_memory(&error, number),
