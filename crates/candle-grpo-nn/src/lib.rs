@@ -81,7 +81,7 @@ pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{
     BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Parameters,
-    WeightDivision, all_finite,
+    WeightDivision, all_finite, tensor_places,
 };
 
 // Compiles the README example.

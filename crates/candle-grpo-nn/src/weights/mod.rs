@@ -25,3 +25,4 @@ pub use export::Export;
 pub use gguf::{Gguf, GgufDType, GgufValue};
 pub use masters::WeightDivision;
 pub use parameters::Parameters;
+pub use safetensors::tensor_places;

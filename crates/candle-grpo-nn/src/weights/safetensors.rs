@@ -157,6 +157,24 @@ pub(crate) fn open_header(path: &Path) -> Result<OpenHeader> {
     read().map_err(|error| in_file(path, error))
 }
 
+/// Returns the byte range of each tensor in a safetensors file, by its name.
+///
+/// # Errors
+///
+/// Returns an error that names the file if it cannot be read, or its header does not fit to it.
+pub fn tensor_places(path: &Path) -> Result<HashMap<String, Range<u64>>> {
+    let (_, begin, tensors) = open_header(path)?;
+    let place = |tensor: TensorHeader| -> Result<Range<u64>> {
+        let (_, place) = tensor.stored()?;
+        Ok(begin + place.start..begin + place.end)
+    };
+    let places = tensors.into_iter();
+    let places = places.map(|(name, tensor)| Ok((name, place(tensor)?)));
+    places
+        .collect::<Result<_>>()
+        .map_err(|error| in_file(path, error))
+}
+
 pub(crate) fn in_file(path: &Path, error: Error) -> Error {
     let name = path.file_name().unwrap_or(path.as_os_str());
     Error::msg(format!("{}: {error}", name.display()))
