@@ -367,6 +367,14 @@ impl TrainConfig {
             self.rollout.max_staleness,
             "be 0 without recipe.policy_loss.rollout_correction, which corrects for older weights",
         )?;
+        let keeps_adapters =
+            self.adapters.is_some() && self.rollout.weight_sync == WeightSync::Auto;
+        check::check(
+            !self.rollout.check_weights || !keeps_adapters,
+            "rollout.check_weights",
+            true,
+            "be false with adapters, unless rollout.weight_sync is disk",
+        )?;
         check::check(
             !self.rollout.partial || self.recipe.policy_loss.rollout_correction.is_some(),
             "rollout.partial",

@@ -91,6 +91,10 @@ pub struct RolloutConfig {
     /// Directory for the weights, which the servers must see under the same path. Absent:
     /// `weights` in the run directory.
     pub weight_sync_folder: Option<PathBuf>,
+    /// If true, the checksums of the server's weights are compared with the transferred ones after
+    /// each transfer. This finds a single wrong weight, and reads all weights once more on both
+    /// sides. Needs engine `vllm`, and whole weights.
+    pub check_weights: bool,
     /// Number of policy updates between weight transfers to the engine. At most
     /// `max_staleness + 1`.
     pub weight_sync_steps: usize,
@@ -134,6 +138,7 @@ impl Default for RolloutConfig {
             max_inflight: 64,
             weight_sync: WeightSync::Auto,
             weight_sync_folder: None,
+            check_weights: false,
             weight_sync_steps: 1,
             max_staleness: 0,
             in_flight_updates: false,
@@ -193,6 +198,13 @@ impl RolloutConfig {
             check(false, "prompts_in_flight", prompts, must)?;
         }
         let sync = Name(&self.weight_sync);
+        if self.check_weights {
+            let must = format!("be false with engine {engine}, which names no checksums");
+            check(self.engine == Engine::Vllm, "check_weights", true, &must)?;
+            let must = format!("be false with weight_sync {sync}");
+            let whole = matches!(self.weight_sync, WeightSync::Auto | WeightSync::Disk);
+            check(whole, "check_weights", true, &must)?;
+        }
         if self.engine.is_local() {
             let none = self.base_url.is_empty();
             let must = "be absent with engine local, which needs no server";
@@ -292,6 +304,7 @@ impl RolloutConfig {
             ),
             ("max_staleness", self.max_staleness == plain.max_staleness),
             ("partial", self.partial == plain.partial),
+            ("check_weights", self.check_weights == plain.check_weights),
             (
                 "max_continuations",
                 self.max_continuations == plain.max_continuations,
@@ -369,6 +382,14 @@ mod tests {
             (
                 error(|c| (c.max_staleness, c.weight_sync) = (1, WeightSync::None)),
                 "max_staleness: 1, must be 0 with weight_sync none: a fixed policy is one update older after each step",
+            ),
+            (
+                error(|c| (c.engine, c.check_weights) = (Engine::Sglang, true)),
+                "check_weights: true, must be false with engine sglang, which names no checksums",
+            ),
+            (
+                error(|c| (c.weight_sync, c.check_weights) = (WeightSync::Adapter, true)),
+                "check_weights: true, must be false with weight_sync adapter",
             ),
             (
                 error(|c| c.engine = Engine::Local),

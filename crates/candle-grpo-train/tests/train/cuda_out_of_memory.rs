@@ -86,8 +86,8 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
             free.tokens == limited.tokens && free.log_probs == limited.log_probs
         })
     };
-    // With one failure, the cache grows by less. With two, it grows by what is needed now, and by no
-    // more, which may be enough. With three, completions are suspended.
+    // With one failure, the cache grows by less. With two, it grows by what is needed now, and by
+    // no more, which may be enough. With three, completions are suspended.
     for failures in [1, 2, 3] {
         let mut survived = 0;
         let numbers = spread(all, if is_long() { 64 } else { 8 });

@@ -18,6 +18,7 @@ mod servers;
 mod sglang;
 mod teacher;
 mod vllm;
+mod weight_check;
 mod weights;
 
 pub use generator::ServerGenerator;

@@ -1,5 +1,6 @@
 //! The interface to one kind of server.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -133,6 +134,22 @@ pub trait Protocol: Send + Sync {
     ///
     /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
+
+    /// Requests the SHA-256 checksums of the bytes of the server's weights, by their names. Called
+    /// after [`Self::load`] with [`RolloutConfig::check_weights`]. By default, servers do not
+    /// support this.
+    ///
+    /// [`RolloutConfig::check_weights`]: crate::rollout::RolloutConfig::check_weights
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
+    /// not answer.
+    fn checksums(&self, server: &Server) -> Result<BTreeMap<String, String>, Failure> {
+        let _ = server;
+        let message = "servers of this kind name no checksums of their weights";
+        Err(Failure::Unsupported(message.to_owned()))
+    }
 
     /// Ends the requests that sample completions. Each is answered with its tokens so far, as
     /// [`End::Aborted`]. Called again until all are answered, because one may have just been sent.

@@ -10,6 +10,7 @@ use anyhow::{Result, bail, ensure};
 
 use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
+use super::weight_check::WeightCheck;
 use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::rollout::RolloutConfig;
@@ -34,6 +35,8 @@ pub(super) struct Servers {
     section: &'static str,
     served_model_name: Option<String>,
     server_timeout: Duration,
+    /// The comparison of their weights with the transferred ones.
+    weight_check: Option<WeightCheck>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -136,6 +139,7 @@ impl Servers {
                 waiting_since: None,
                 is_closed: false,
             }),
+            weight_check: config.check_weights.then(|| WeightCheck::new(list.len())),
             list,
             served_model_name: config.served_model_name.clone(),
             server_timeout: Duration::from_secs_f64(config.server_timeout),
@@ -488,7 +492,13 @@ impl Servers {
                 loading.must_load = true;
                 loading.must_probe = true;
                 drop(state);
-                self.protocol.load(server, weights)
+                self.protocol.load(server, weights)?;
+                if let Some(check) = &self.weight_check
+                    && weights.format == WeightFormat::Disk
+                {
+                    check.compare(index, &self.protocol.checksums(server)?, weights)?;
+                }
+                Ok(())
             }
             _ => Ok(()),
         }

@@ -1,5 +1,8 @@
 //! vLLM.
 
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::openai::{self, number};
@@ -81,6 +84,13 @@ impl Protocol for Vllm {
             let message = format!("it does not serve {} after loading it", weights.name());
             Err(Failure::LostWeights(message))
         }
+    }
+
+    fn checksums(&self, server: &Server) -> Result<BTreeMap<String, String>, Failure> {
+        let body = json!({"action": "checksum"});
+        let answer = server.call(&Call::post("/weight_checker", body))?;
+        BTreeMap::deserialize(&answer["checksums"])
+            .map_err(|error| Failure::Malformed(format!("/weight_checker: checksums: {error}")))
     }
 
     fn interrupt(&self, server: &Server) -> Result<(), Failure> {

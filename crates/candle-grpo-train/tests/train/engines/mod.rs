@@ -13,6 +13,7 @@ mod recorded;
 mod served_policy;
 mod teacher;
 mod trajectories;
+mod weight_check;
 mod weights;
 
 use std::sync::Arc;
