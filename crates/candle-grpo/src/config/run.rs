@@ -259,7 +259,10 @@ impl RunConfig {
     fn validate(&self) -> Result<(), Problem> {
         bounds::check(self)?;
         within("", self.train.validate())?;
-        within("evaluation.sampler", self.evaluation.sampler.validate())?;
+        let sampler = &self.evaluation.sampler;
+        within("evaluation.sampler", sampler.validate())?;
+        let engine = self.train.rollout.engine;
+        within("evaluation.sampler", engine.validate_sampling(sampler))?;
         within(DATA, self.data.validate())?;
         each(REWARDS, &self.rewards, RewardConfig::validate)?;
         each(TRACKERS, &self.trackers, TrackerConfig::validate)?;
@@ -586,10 +589,18 @@ impl RunConfig {
     /// # Errors
     ///
     /// Returns an error with the key's line if the engine accepts no weights and
-    /// `rollout.weight_sync` does not allow that.
+    /// `rollout.weight_sync` does not allow that, or if evaluations need the engine then.
     pub fn check_training(&self) -> Result<(), ConfigError> {
-        let checked = self.train.rollout.validate_training();
-        self.document.locate(within(ROLLOUT, checked))
+        let rollout = &self.train.rollout;
+        self.document
+            .locate(within(ROLLOUT, rollout.validate_training()))?;
+        if rollout.is_fixed_policy() && self.evaluation.sampler.structured_outputs.is_some() {
+            return Err(self.error(
+                "evaluation.sampler.structured_outputs",
+                "given, must be null if the engine receives no weights: the policy in this process samples for evaluations",
+            ));
+        }
+        Ok(())
     }
 
     /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,

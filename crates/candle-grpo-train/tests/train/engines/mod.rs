@@ -10,6 +10,7 @@ mod partial;
 mod random_faults;
 mod recorded;
 mod served_policy;
+mod structured;
 mod teacher;
 mod trajectories;
 mod weights;
