@@ -383,6 +383,13 @@ impl TrainConfig {
             true,
             "be false without recipe.policy_loss.rollout_correction, which corrects for older weights",
         )?;
+        let coef = self.recipe.policy_loss.observation_coef;
+        check::check(
+            coef == 0. || self.rollout.engine != Engine::Openai,
+            "recipe.policy_loss.observation_coef",
+            coef,
+            "be 0 with rollout.engine openai, whose tokens without a log-prob would be observations",
+        )?;
         if let Some(prompts) = self.rollout.prompts_in_flight {
             let step = self.prompts_per_step;
             let must = format!("be from prompts_per_step, {step}, to twice as many");

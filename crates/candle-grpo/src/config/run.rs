@@ -629,6 +629,12 @@ impl RunConfig {
         {
             doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());
         }
+        let coef = train.recipe.policy_loss.observation_coef;
+        if coef > 0. && self.environment.is_none() {
+            doubts.push(format!(
+                "recipe.policy_loss.observation_coef: {coef}, and there is no environment: completions have no observations"
+            ));
+        }
         doubts.extend(learning_rate_doubt(&train.optimizer));
         if let Some(size) = train.mini_batch_size.filter(|size| *size > completions) {
             doubts.push(format!(

@@ -1028,6 +1028,18 @@ environment:
 fn settings_without_an_effect_are_doubts() {
     let doubts = |more: &str| yaml(more).unwrap().doubts();
     assert_eq!(doubts(""), Vec::<String>::new());
+    let observations = "recipe: {policy_loss: {observation_coef: 0.05}}\n";
+    assert_eq!(
+        doubts(observations),
+        [
+            "recipe.policy_loss.observation_coef: 0.05, and there is no environment: completions have no observations"
+        ]
+    );
+    let environment = "environment: {kind: program, command: [cat]}\n";
+    assert_eq!(
+        doubts(&format!("{observations}{environment}")),
+        Vec::<String>::new()
+    );
     assert_eq!(
         doubts(
             "optimizer: {learning_rate: 0}\ntraining: {mini_batch_size: 100}\nalgorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 4}\n"
