@@ -43,6 +43,9 @@ pub struct StepTotals {
     /// default.
     #[serde(default)]
     pub entropy_tokens: Option<f64>,
+    /// Number of observations, for [`crate::PolicyBatch::observation_mask`]. Absent by default.
+    #[serde(default)]
+    pub observations: Option<f64>,
 }
 
 impl StepTotals {
@@ -72,6 +75,7 @@ impl StepTotals {
             rows: rows as f64,
             prompts: None,
             entropy_tokens: None,
+            observations: None,
         })
     }
 
@@ -89,6 +93,16 @@ impl StepTotals {
     /// Fails if the mask is empty or has another rank.
     pub fn with_entropy_mask(mut self, entropy_mask: &Tensor) -> Result<Self> {
         self.entropy_tokens = Some(Self::count(entropy_mask)?.tokens);
+        Ok(self)
+    }
+
+    /// Counts the tokens in an observation mask `[B, T]`. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the mask is empty or has another rank.
+    pub fn with_observation_mask(mut self, observation_mask: &Tensor) -> Result<Self> {
+        self.observations = Some(Self::count(observation_mask)?.tokens);
         Ok(self)
     }
 
@@ -123,6 +137,7 @@ impl Add for StepTotals {
             rows: self.rows + other.rows,
             prompts: sum(self.prompts, other.prompts),
             entropy_tokens: sum(self.entropy_tokens, other.entropy_tokens),
+            observations: sum(self.observations, other.observations),
         }
     }
 }

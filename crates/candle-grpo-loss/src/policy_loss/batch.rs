@@ -180,6 +180,12 @@ policy_batch! {
     /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. If absent, the
     /// response mask is used, whatever `policy_mask` is.
     entropy_mask: PerToken,
+    /// Positions `[B, T]` (1 or 0) of observations, for [`crate::PolicyLoss::observation_coef`]:
+    /// response tokens outside the response mask that an environment or a tool wrote. The log-probs
+    /// must be valid there, too.
+    ///
+    /// The loss requires their number, [`crate::StepTotals::observations`].
+    observation_mask: PerToken,
     /// Tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens`] selected from the whole
     /// step.
     selected_tokens: PerToken,
@@ -301,6 +307,7 @@ mod tests {
             .sample_weights(&sequences)
             .policy_mask(&tokens)
             .entropy_mask(&tokens)
+            .observation_mask(&tokens)
             .selected_tokens(&tokens)
             .prompt_tokens(&sequences)
             .teacher_log_probs(&tokens)

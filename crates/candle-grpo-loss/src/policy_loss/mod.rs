@@ -8,8 +8,9 @@ mod presets;
 mod teacher_term;
 
 use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::dtype::arithmetic_dtype;
 use candle_grpo_core::inputs::{Input, Inputs};
-use candle_grpo_core::{Invalid, Metrics};
+use candle_grpo_core::{Invalid, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
@@ -136,6 +137,10 @@ pub struct PolicyLoss {
     /// Aggregation for the entropies. If absent, it is `aggregation`. With an entropy mask, it is
     /// always the mean over the mask. Absent by default.
     pub entropy_aggregation: Option<Aggregation>,
+    /// Coefficient for the cross entropy on observations, the response tokens that an environment
+    /// or a tool wrote (ECHO, <https://arxiv.org/abs/2605.24517>, with 0.05). It is a mean over
+    /// the observations in the optimizer step. Default 0.
+    pub observation_coef: f64,
     /// Aggregation for the per-token losses. Default `seq-mean-token-mean`.
     pub aggregation: Aggregation,
     /// Treatment for sequences without a valid token in means over sequences. Default `exclude`.
@@ -161,6 +166,7 @@ impl Default for PolicyLoss {
             entropy_coef: 0.,
             entropy_tokens: EntropyTokens::All,
             entropy_aggregation: None,
+            observation_coef: 0.,
             aggregation: Aggregation::SeqMeanTokenMean,
             empty_sequences: EmptySequences::Exclude,
             allow_length_weighting: false,
@@ -192,6 +198,7 @@ pub struct PolicyLossOutput {
     /// | `teacher_log_ratio` | the teacher's log-prob minus the policy's, with distillation |
     /// | `teacher_kl`, `distillation_*` | metrics of the chosen distillation form |
     /// | `entropy` | mean entropy over the response mask, if given |
+    /// | `observation_loss` | mean cross entropy on observations, if it has a coefficient |
     pub metrics: Metrics,
 }
 
@@ -207,6 +214,7 @@ impl PolicyLoss {
         }
         non_negative("loss_coef", self.loss_coef)?;
         non_negative("entropy_coef", self.entropy_coef)?;
+        non_negative("observation_coef", self.observation_coef)?;
         if let Some(x) = self.off_policy_threshold {
             finite("off_policy_threshold", x)?;
         }
@@ -383,6 +391,10 @@ impl PolicyLoss {
         if self.entropy_coef > 0. {
             loss = (loss - self.entropy_bonus(&inputs, &totals, batch)?)?;
         }
+        if self.observation_coef > 0. {
+            let mean = observation_loss(batch, &totals, &mut metrics)?;
+            loss = (loss + (mean * self.observation_coef)?)?;
+        }
         Ok(PolicyLossOutput { loss, metrics })
     }
 
@@ -476,4 +488,34 @@ impl PolicyLoss {
         }
         Ok(policy)
     }
+}
+
+/// Computes a micro-batch's share of the mean cross entropy on the step's observations.
+fn observation_loss(
+    batch: &PolicyBatch,
+    totals: &StepTotals,
+    metrics: &mut Metrics,
+) -> Result<Tensor> {
+    let Some(mask) = &batch.observation_mask else {
+        bail!(
+            "observation_mask: absent, a cross entropy on observations needs their positions (or set observation_coef to 0)"
+        );
+    };
+    let Some(observations) = totals.observations else {
+        bail!(
+            "totals.observations: absent, an observation mask needs the number of its tokens over the whole step (StepTotals::with_observation_mask)"
+        );
+    };
+    let mask = Mask::new(mask)?;
+    let log_probs = batch.ensure_log_probs()?;
+    mask.check("log_probs", log_probs)?;
+    let dtype = arithmetic_dtype(log_probs.dtype());
+    let nll = mask.select(&log_probs.to_dtype(dtype)?)?.neg()?;
+    metrics.push_masked_mean("observation_loss", &nll, &mask)?;
+    // A step without observations has no such term.
+    let totals = StepTotals {
+        tokens: observations.max(1.),
+        ..*totals
+    };
+    Aggregation::TokenMean.apply(&nll, &mask, &totals)
 }

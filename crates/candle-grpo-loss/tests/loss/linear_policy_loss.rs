@@ -260,6 +260,7 @@ impl Random {
             rows: batch as f64,
             prompts: Some(2.),
             entropy_tokens: None,
+            observations: None,
         };
         let batch = PolicyBatch::without_log_probs(&advantages, &mask)
             .old_log_probs(&old)

@@ -15,6 +15,7 @@ mod linear_policy_loss;
 mod log_prob;
 mod masks;
 mod micro_batches;
+mod observations;
 mod preference_loss;
 mod presets;
 mod published_values;

@@ -360,7 +360,8 @@ impl<M: LanguageModel> Actor<M> {
         let packed = Packed::of_batch(batch.tokens())?;
         let ((losses, metrics), balance) = self.accumulate(packed, read_tokens, |mut output| {
             let tokens = batch.tokens();
-            let responses = (tokens.targets(), Some(tokens.response_mask()));
+            let mask = tokens.predicted_mask()?;
+            let responses = (tokens.targets(), Some(&mask));
             let layer = output.layer(responses, output.config.temperature)?;
             let loss =
                 linear_policy_loss(&output.config.policy_loss, &layer, batch.policy(), totals)?;

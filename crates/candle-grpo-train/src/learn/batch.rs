@@ -29,20 +29,22 @@ impl TrainingBatch {
     /// Creates a batch with only advantages `[B]` or `[B, T]`, for a first update after sampling
     /// without a KL loss.
     pub fn new(tokens: TokenBatch, advantages: &Tensor) -> Self {
-        Self {
+        let batch = Self {
             policy: PolicyBatch::without_log_probs(advantages, tokens.response_mask()),
             tokens,
             returns: None,
             teachers: BTreeMap::new(),
-        }
+        };
+        batch.with_policy(|policy| policy)
     }
 
     /// Sets inputs of the policy loss except those that the update computes: log-probs and
-    /// entropy. The response mask stays that of the sequences.
+    /// entropy. The masks of responses and observations stay those of the sequences.
     #[must_use]
     pub fn with_policy(mut self, set: impl FnOnce(PolicyBatch) -> PolicyBatch) -> Self {
         self.policy = PolicyBatch {
             response_mask: self.tokens.response_mask().clone(),
+            observation_mask: self.tokens.observation_mask().cloned(),
             ..set(self.policy)
         };
         self

@@ -355,6 +355,16 @@ impl TrainConfig {
             "given",
             "be absent unless rollout.engine is local: a server has its own cache",
         )?;
+        self.rollout
+            .engine
+            .validate_sampling(&self.sampling)
+            .map_err(|error| within("sampling", error))?;
+        if self.sampling.structured_outputs.is_some() {
+            let must = "be false with sampling.structured_outputs, which begin with a completion";
+            check::check(!self.rollout.partial, "rollout.partial", true, must)?;
+            let in_flight = self.rollout.in_flight_updates;
+            check::check(!in_flight, "rollout.in_flight_updates", true, must)?;
+        }
         check::check(
             !self.router_replay || self.rollout.engine == Engine::Local,
             "router_replay",
@@ -380,6 +390,13 @@ impl TrainConfig {
             "rollout.partial",
             true,
             "be false without recipe.policy_loss.rollout_correction, which corrects for older weights",
+        )?;
+        let coef = self.recipe.policy_loss.observation_coef;
+        check::check(
+            coef == 0. || self.rollout.engine != Engine::Openai,
+            "recipe.policy_loss.observation_coef",
+            coef,
+            "be 0 with rollout.engine openai, whose tokens without a log-prob would be observations",
         )?;
         if let Some(prompts) = self.rollout.prompts_in_flight {
             let step = self.prompts_per_step;
@@ -473,6 +490,11 @@ impl TrainConfig {
                 value,
                 "be auto or recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
             )?;
+        }
+        let is_structured = self.sampling.structured_outputs.is_some();
+        if is_structured && self.old_log_probs == OldLogProbs::Sampler {
+            let must = "be auto, recompute or current with sampling.structured_outputs, whose log-probs are those of the tokens that the form allows";
+            refuse("sampler", must)?;
         }
         if self.old_log_probs == OldLogProbs::Current {
             if !self.has_single_update() {

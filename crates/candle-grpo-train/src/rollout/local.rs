@@ -13,6 +13,7 @@ use candle_grpo_nn::{
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
+use super::engine_kind::Engine;
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
 use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason, SamplingConfig};
@@ -213,6 +214,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
 
     fn check(&self, batch: &GenerationBatch<'_>) -> Result<()> {
         batch.sampling.validate()?;
+        Engine::Local.validate_sampling(batch.sampling)?;
         let max_positions = self.config.max_positions();
         let vocabulary = self.config.vocab_size();
         for prompt in batch.prompts {

@@ -16,6 +16,7 @@ mod generator;
 mod local;
 pub(crate) mod sampling_config;
 mod stop_strings;
+mod structured_outputs;
 mod trajectories;
 mod unfinished;
 
@@ -32,5 +33,6 @@ pub use generator::{
 pub use local::LocalGenerator;
 pub(crate) use local::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
 pub use sampling_config::SamplingConfig;
+pub use structured_outputs::StructuredOutputs;
 pub use trajectories::{DrawTurns, Play, Trajectories};
 pub use unfinished::{CompletionState, UnfinishedCompletion, UnfinishedGroup};

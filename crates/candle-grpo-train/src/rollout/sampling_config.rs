@@ -5,6 +5,9 @@ use candle_grpo_core::validate;
 use candle_grpo_kernels::{DrawOptions, TEMPERATURES};
 use serde::{Deserialize, Serialize};
 
+use super::structured_outputs::StructuredOutputs;
+use candle_grpo_base::within;
+
 /// The distribution that completions are sampled from, and where they end.
 ///
 /// Tokens are sampled from `softmax(logits / temperature)`. Then `top_k`, `top_p` and `min_p` keep
@@ -35,6 +38,10 @@ pub struct SamplingConfig {
     /// boundaries. The text includes special tokens, so a string may be one. In Rust, they need
     /// [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
     pub stop_strings: Vec<String>,
+    /// Form of a completion's text: `{regex: ...}`, `{choice: [...]}`, `{json: ...}` with a JSON
+    /// schema, or `{grammar: ...}`. The engine masks the tokens that break it. Needs engine `vllm`
+    /// or `sglang`. Absent: any text.
+    pub structured_outputs: Option<StructuredOutputs>,
     /// Maximum number of completions sampled at the same time. It limits memory, and does not
     /// influence the samples.
     pub max_batch_size: usize,
@@ -58,6 +65,7 @@ impl Default for SamplingConfig {
             max_new_tokens: 256,
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
+            structured_outputs: None,
             max_batch_size: 256,
             max_cache_mib: None,
             seed: 0,
@@ -88,7 +96,12 @@ impl SamplingConfig {
             let must = "have at least one character";
             validate::check(false, &format!("stop_strings[{at}]"), "\"\"", must)?;
         }
-        Ok(())
+        match &self.structured_outputs {
+            Some(structured) => structured
+                .validate()
+                .map_err(|error| within("structured_outputs", error)),
+            None => Ok(()),
+        }
     }
 
     /// Checks all fields for a model with `vocab_size` tokens.

@@ -134,7 +134,7 @@ impl Batch {
     /// Returns the denominators of a step that is this batch, in which a trajectory counts as one
     /// sequence.
     pub fn totals(&self) -> StepTotals {
-        totals(self.trajectory_tokens().into_values())
+        totals(self.trajectory_tokens().into_values(), &self.sequences)
     }
 
     /// The number of tokens that train of each trajectory.
@@ -147,9 +147,20 @@ impl Batch {
     }
 }
 
-/// A step's denominators from the number of trained tokens in each trajectory.
-pub(super) fn totals(tokens: impl IntoIterator<Item = usize>) -> StepTotals {
-    let mut totals = StepTotals::default();
+/// A step's denominators from the number of trained tokens in each trajectory, and from the
+/// observations in `sequences`.
+pub(super) fn totals(
+    tokens: impl IntoIterator<Item = usize>,
+    sequences: &[Sequence],
+) -> StepTotals {
+    let observed = sequences.iter().map(|sequence| {
+        let observed = sequence.observed()?.iter();
+        Some(observed.filter(|&&observed| observed).count() as f64)
+    });
+    let mut totals = StepTotals {
+        observations: observed.sum(),
+        ..StepTotals::default()
+    };
     for tokens in tokens {
         totals.tokens += tokens as f64;
         totals.sequences += f64::from(u8::from(tokens > 0));

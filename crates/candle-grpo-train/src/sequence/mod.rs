@@ -41,6 +41,8 @@ pub struct Sequence {
     tokens: Arc<[u32]>,
     /// The first token's weight is 0, because nothing predicts it.
     weights: Arc<[f32]>,
+    /// For each response token, whether it is an observation to predict; absent if none is.
+    observed: Option<Arc<[bool]>>,
     prompt_len: usize,
     experts: Option<Arc<[u16]>>,
     weight_versions: Option<Arc<[u64]>>,
@@ -80,6 +82,7 @@ impl Sequence {
         Ok(Self {
             tokens: tokens.into(),
             weights: weights.into(),
+            observed: None,
             prompt_len: 0,
             experts: None,
             weight_versions: None,
@@ -122,6 +125,19 @@ impl Sequence {
             weights: weights.into(),
             ..self
         })
+    }
+
+    /// Makes the response tokens without a weight observations, which the policy learns to predict
+    /// with [`PolicyLoss::observation_coef`](candle_grpo_loss::PolicyLoss::observation_coef).
+    #[must_use]
+    pub fn with_observations(self) -> Self {
+        let weights = self.weights.iter().enumerate().skip(self.prompt_len);
+        // Nothing predicts the first token.
+        let observed = weights.map(|(at, &weight)| weight == 0. && at > 0);
+        Self {
+            observed: Some(observed.collect()),
+            ..self
+        }
     }
 
     /// Sets the experts that a model replays for all tokens but the last one: the same number per
@@ -208,11 +224,13 @@ impl Sequence {
         }
     }
 
-    /// Returns this sequence without a token to train on.
+    /// Returns this sequence without a token to train on, and without observations.
     #[must_use]
     pub fn masked(&self) -> Self {
+        let observed = self.observed.as_ref();
         Self {
             weights: vec![0.; self.weights.len()].into(),
+            observed: observed.map(|observed| vec![false; observed.len()].into()),
             ..self.clone()
         }
     }
@@ -252,6 +270,24 @@ impl Sequence {
         weights.map(|&weight| weight > 0.)
     }
 
+    /// Returns whether each response token is an [observation](Self::with_observations) to predict;
+    /// `None` if the sequence has none by construction.
+    pub fn observed(&self) -> Option<&[bool]> {
+        self.observed.as_deref()
+    }
+
+    /// Returns whether the policy loss needs each response token's log-prob: those that train, and
+    /// observations.
+    pub(crate) fn predicted(&self) -> impl Iterator<Item = bool> {
+        let trained = self.trained().enumerate();
+        trained.map(|(at, trains)| trains || self.is_observed(at))
+    }
+
+    fn is_observed(&self, at: usize) -> bool {
+        let observed = self.observed.as_ref();
+        observed.is_some_and(|observed| observed[at])
+    }
+
     /// Returns the experts for all tokens but the last one, if a model replays them.
     pub fn experts(&self) -> Option<&[u16]> {
         self.experts.as_deref()
@@ -272,15 +308,18 @@ impl Sequence {
         self.weights.iter().copied().map(f64::from).sum()
     }
 
-    /// Returns the tokens up to the last one that trains. If none trains, returns the prompt and
-    /// one token.
+    /// Returns the tokens up to the last one that trains or is an observation. If there is none,
+    /// returns the prompt and one token.
     pub fn needed_tokens(&self) -> &[u32] {
         let last = self.weights.iter().rposition(|&weight| weight > 0.);
+        let mut observed = self.observed().unwrap_or_default().iter();
+        let observed = observed.rposition(|&observed| observed);
+        let last = last.max(observed.map(|at| self.prompt_len + at));
         &self.tokens[..=last.unwrap_or(self.prompt_len)]
     }
 
-    /// Returns the tokens that a model reads: those before the last one that trains. If none
-    /// trains, returns the prompt, or one token.
+    /// Returns the tokens that a model reads: those before the last one that trains or is an
+    /// observation. If there is none, returns the prompt, or one token.
     pub fn read_tokens(&self) -> &[u32] {
         let needed = self.needed_tokens().len();
         &self.tokens[..(needed - 1).max(1)]

@@ -124,8 +124,8 @@ impl<'a> RecordedResponses<'a> {
 /// prompt, occur once.
 pub(crate) struct Packed {
     tokens: PackedTokens,
-    /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
-    /// response mask.
+    /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 for those that
+    /// neither train nor are observations.
     places: Tensor,
     /// For each token in `tokens`, the number of trained sequences that contain it, `[N]`.
     weights: Vec<f32>,
@@ -176,10 +176,10 @@ impl Packed {
                 weights[row as usize] += trains;
             }
             let start = sequence.prompt().len();
-            let predicting = sequence.trained().enumerate();
-            // The first token has no weight, so each trained token has a predecessor.
-            let predicting = predicting.map(|(at, trains)| {
-                if trains {
+            let predicting = sequence.predicted().enumerate();
+            // The first token is neither trained nor observed, so each of these has a predecessor.
+            let predicting = predicting.map(|(at, is_predicted)| {
+                if is_predicted {
                     Some(rows[first + start + at - 1])
                 } else {
                     None

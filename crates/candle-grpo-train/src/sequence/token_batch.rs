@@ -17,6 +17,8 @@ pub struct TokenBatch {
     targets: Tensor,
     /// u32 `[B, T]`
     response_mask: Tensor,
+    /// u32 `[B, T]`
+    observation_mask: Option<Tensor>,
 }
 
 impl TokenBatch {
@@ -50,6 +52,7 @@ impl TokenBatch {
         let targets = Column::per_token::<u32>(targets).padded(batch.width(), device)?;
         Self {
             response_mask: targets.clone(),
+            observation_mask: None,
             sequences,
             targets,
         }
@@ -142,7 +145,15 @@ impl TokenBatch {
             sequences: sequences.into_iter().collect(),
             targets: self.targets.clone(),
             response_mask: self.response_mask.clone(),
+            observation_mask: self.observation_mask.clone(),
         }
+    }
+
+    /// Makes the response tokens that do not train observations: [`Sequence::with_observations`].
+    pub(crate) fn with_observations(mut self) -> Result<Self> {
+        let sequences = self.sequences.into_iter();
+        self.sequences = sequences.map(Sequence::with_observations).collect();
+        self.with_mask_of_sequences()
     }
 
     /// Returns this batch without trained tokens in sequences that are not kept.
@@ -157,11 +168,17 @@ impl TokenBatch {
 
     fn with_mask_of_sequences(self) -> Result<Self> {
         let (_, width) = self.dims();
+        let mask = |rows| Column::per_token::<u32>(rows).padded(width, self.targets.device());
         let rows = self.sequences.iter();
-        let rows = rows.map(|sequence| sequence.trained().map(u32::from).collect());
-        let mask = Column::per_token::<u32>(rows.collect()).padded(width, self.targets.device())?;
+        let trained = rows.map(|sequence| sequence.trained().map(u32::from).collect());
+        let response_mask = mask(trained.collect())?;
+        let rows = self.sequences.iter().map(Sequence::observed);
+        let observed = rows.map(|row| Some(row?.iter().copied().map(u32::from).collect()));
+        let observed: Option<Vec<Vec<u32>>> = observed.collect();
+        let observation_mask = observed.map(mask).transpose()?;
         Ok(Self {
-            response_mask: mask,
+            response_mask,
+            observation_mask,
             ..self
         })
     }
@@ -182,10 +199,26 @@ impl TokenBatch {
         &self.response_mask
     }
 
+    /// Returns the observations, u32 `[B, T]`: 1 at [observed](Sequence::with_observations) tokens
+    /// in [`Self::targets`]. `None` if the sequences have none by construction.
+    pub fn observation_mask(&self) -> Option<&Tensor> {
+        self.observation_mask.as_ref()
+    }
+
+    /// Returns the tokens whose log-probs the policy loss needs, u32 `[B, T]`: those in the
+    /// response mask, and observations.
+    pub(crate) fn predicted_mask(&self) -> Result<Tensor> {
+        Ok(match &self.observation_mask {
+            None => self.response_mask.clone(),
+            Some(observed) => (&self.response_mask + observed)?,
+        })
+    }
+
     /// Returns the denominators for a step that consists of this batch: [`StepTotals::count`] for
-    /// its mask, without waiting for the device.
+    /// its masks, without waiting for the device.
     pub fn totals(&self) -> StepTotals {
-        totals(self.sequences.iter().map(Sequence::num_trained_tokens))
+        let tokens = self.sequences.iter().map(Sequence::num_trained_tokens);
+        totals(tokens, &self.sequences)
     }
 
     /// Returns B, the number of sequences, and T, the longest response in the batch that this one
@@ -212,6 +245,10 @@ impl TokenBatch {
             sequences: selected,
             targets: self.targets.index_select(&rows, 0)?,
             response_mask: self.response_mask.index_select(&rows, 0)?,
+            observation_mask: match &self.observation_mask {
+                Some(mask) => Some(mask.index_select(&rows, 0)?),
+                None => None,
+            },
         };
         Ok((batch, rows))
     }

@@ -260,7 +260,10 @@ impl RunConfig {
     fn validate(&self) -> Result<(), Problem> {
         bounds::check(self)?;
         within("", self.train.validate())?;
-        within("evaluation.sampler", self.evaluation.sampler.validate())?;
+        let sampler = &self.evaluation.sampler;
+        within("evaluation.sampler", sampler.validate())?;
+        let engine = self.train.rollout.engine;
+        within("evaluation.sampler", engine.validate_sampling(sampler))?;
         within(DATA, self.data.validate())?;
         each(REWARDS, &self.rewards, RewardConfig::validate)?;
         each(TRACKERS, &self.trackers, TrackerConfig::validate)?;
@@ -614,10 +617,18 @@ impl RunConfig {
     /// # Errors
     ///
     /// Returns an error with the key's line if the engine accepts no weights and
-    /// `rollout.weight_sync` does not allow that.
+    /// `rollout.weight_sync` does not allow that, or if evaluations need the engine then.
     pub fn check_training(&self) -> Result<(), ConfigError> {
-        let checked = self.train.rollout.validate_training();
-        self.document.locate(within(ROLLOUT, checked))
+        let rollout = &self.train.rollout;
+        self.document
+            .locate(within(ROLLOUT, rollout.validate_training()))?;
+        if rollout.is_fixed_policy() && self.evaluation.sampler.structured_outputs.is_some() {
+            return Err(self.error(
+                "evaluation.sampler.structured_outputs",
+                "given, must be null if the engine receives no weights: the policy in this process samples for evaluations",
+            ));
+        }
+        Ok(())
     }
 
     /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
@@ -645,6 +656,12 @@ impl RunConfig {
             && self.rewards.iter().all(|reward| reward.weight == 0.)
         {
             doubts.push("rewards: all have the weight 0, so all rewards are equal".to_owned());
+        }
+        let coef = train.recipe.policy_loss.observation_coef;
+        if coef > 0. && self.environment.is_none() {
+            doubts.push(format!(
+                "recipe.policy_loss.observation_coef: {coef}, and there is no environment: completions have no observations"
+            ));
         }
         doubts.extend(learning_rate_doubt(&train.optimizer));
         if let Some(size) = train.mini_batch_size.filter(|size| *size > completions) {

@@ -122,6 +122,11 @@ impl StepBatch {
         } else {
             TokenBatch::from_rollouts(&groups.rollouts, device)?
         };
+        let tokens = if config.recipe.policy_loss.observation_coef > 0. {
+            tokens.with_observations()?
+        } else {
+            tokens
+        };
         let trajectories = TrajectoryRows::new(&groups.rollouts, &tokens)?;
         let mask = trajectories.join(tokens.response_mask())?;
         let keep = kept(&config.sample_filters, &groups, &mask)?;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
+use candle_grpo_core::validate::check;
 use candle_grpo_nn::{CheckpointForm, ComputeDType};
 
 use super::draw::{Job, aborted, draw};
@@ -220,6 +221,14 @@ impl ServerGenerator {
 impl Generator for ServerGenerator {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         batch.sampling.validate()?;
+        if batch.sampling.structured_outputs.is_some() {
+            let must = "be absent with a server whose protocol does not pass it on";
+            let passes = self.servers.protocol.structures_outputs();
+            check(passes, "structured_outputs", "given", must)?;
+            let must = "be absent in a partial rollout: it begins with a completion";
+            let is_whole = batch.partial.is_none();
+            check(is_whole, "structured_outputs", "given", must)?;
+        }
         if let Some(partial) = &batch.partial {
             partial.validate(batch.prompts, self.vocab_size)?;
         }
@@ -412,6 +421,8 @@ impl Batch {
             None => false,
             // A server without transfers serves another policy.
             Some(_) if lease.weights.is_none() => false,
+            // Engines mask logits before they compute any log-probs.
+            Some(_) if self.sampling.structured_outputs.is_some() => false,
             Some(Distribution::Tempered) => true,
             Some(Distribution::Drawn) => !probe::is_filtered(&self.sampling),
         };

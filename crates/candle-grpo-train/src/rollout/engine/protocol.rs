@@ -107,6 +107,12 @@ pub trait Protocol: Send + Sync {
     /// Returns the request that samples a completion.
     fn draw(&self, request: &DrawRequest) -> Call;
 
+    /// Returns whether [`Self::draw`] passes on [`SamplingConfig::structured_outputs`]. By default,
+    /// it does not, and a completion with them is an error.
+    fn structures_outputs(&self) -> bool {
+        false
+    }
+
     /// Parses the answer to [`Self::draw`].
     ///
     /// # Errors

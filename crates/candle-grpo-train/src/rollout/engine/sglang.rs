@@ -7,6 +7,7 @@ use super::protocol::{
     Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
 use super::weights::{EngineWeights, WeightFormat};
+use crate::rollout::StructuredOutputs;
 
 /// An SGLang server (0.5), started with `--enable-lora` for adapters. The client follows SGLang's
 /// source and has not been tested with a real server.
@@ -49,10 +50,23 @@ impl Protocol for Sglang {
             "logprob_start_len": -1,
             "stream": false,
         });
+        if let Some(structured) = &sampling.structured_outputs {
+            let (name, text) = match structured {
+                StructuredOutputs::Regex(regex) => ("regex", regex.clone()),
+                StructuredOutputs::Choice(choices) => ("ebnf", one_of(choices)),
+                StructuredOutputs::Json(schema) => ("json_schema", json!(schema).to_string()),
+                StructuredOutputs::Grammar(grammar) => ("ebnf", grammar.clone()),
+            };
+            body["sampling_params"][name] = json!(text);
+        }
         if request.is_adapter {
             body["lora_path"] = json!(request.model);
         }
         Call::post("/generate", body)
+    }
+
+    fn structures_outputs(&self) -> bool {
+        true
     }
 
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
@@ -169,6 +183,13 @@ impl Protocol for Sglang {
         let answer = server.call(&Call::get("/get_model_info"))?;
         Ok(answer["weight_version"] == weights.name())
     }
+}
+
+/// Returns a grammar of these texts.
+fn one_of(choices: &[String]) -> String {
+    // EBNF has the escapes of JSON.
+    let texts: Vec<String> = choices.iter().map(|text| json!(text).to_string()).collect();
+    format!("root ::= {}", texts.join(" | "))
 }
 
 /// Returns the answer to a single prompt, which is an object, or a list with one entry.

@@ -10,6 +10,7 @@ use super::protocol::{
     Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
 use super::weights::{EngineWeights, WeightFormat};
+use crate::rollout::StructuredOutputs;
 
 /// A vLLM server (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
 /// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters.
@@ -32,7 +33,20 @@ impl Protocol for Vllm {
         body.insert("include_stop_str_in_output".to_owned(), json!(true));
         // A stop string may be a special token.
         body.insert("skip_special_tokens".to_owned(), json!(false));
+        if let Some(structured) = &request.sampling.structured_outputs {
+            let (name, value) = match structured {
+                StructuredOutputs::Regex(regex) => ("regex", json!(regex)),
+                StructuredOutputs::Choice(choices) => ("choice", json!(choices)),
+                StructuredOutputs::Json(schema) => ("json", json!(schema)),
+                StructuredOutputs::Grammar(grammar) => ("grammar", json!(grammar)),
+            };
+            body.insert("structured_outputs".to_owned(), json!({name: value}));
+        }
         Call::post("/v1/completions", Value::Object(body))
+    }
+
+    fn structures_outputs(&self) -> bool {
+        true
     }
 
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {

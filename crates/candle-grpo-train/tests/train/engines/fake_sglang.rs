@@ -22,11 +22,14 @@ const FIELDS: &[&str] = &[
 ];
 
 const SAMPLING_FIELDS: &[&str] = &[
+    "ebnf",
     "ignore_eos",
+    "json_schema",
     "max_new_tokens",
     "min_p",
     "n",
     "no_stop_trim",
+    "regex",
     "sampling_seed",
     "skip_special_tokens",
     "stop",

@@ -34,6 +34,7 @@ const FIELDS: &[&str] = &[
     "stop",
     "stop_token_ids",
     "stream",
+    "structured_outputs",
     "temperature",
     "top_k",
     "top_p",

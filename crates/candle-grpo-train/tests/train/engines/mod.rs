@@ -11,6 +11,7 @@ mod partial;
 mod random_faults;
 mod recorded;
 mod served_policy;
+mod structured;
 mod teacher;
 mod trajectories;
 mod weight_check;

@@ -8,6 +8,7 @@ mod loops;
 mod masks;
 #[cfg(all(unix, feature = "mcp"))]
 mod mcp;
+mod observations;
 #[cfg(unix)]
 mod openenv;
 #[cfg(unix)]

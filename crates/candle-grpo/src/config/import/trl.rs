@@ -69,7 +69,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "vllm_mode": Unless("\"colocate\"", "set rollout.engine: vllm and rollout.base_url (docs/engines.md)");
     "vllm_server_base_url": To("rollout.base_url");
     "vllm_server_timeout": To("rollout.server_timeout");
-    "vllm_structured_outputs_regex": Unless("null", PENALTY);
+    "vllm_structured_outputs_regex": To("sampling.structured_outputs.regex");
     "vllm_importance_sampling_correction": Set("recipe.policy_loss.rollout_correction", " with a server");
     "vllm_importance_sampling_mode": Set("recipe.policy_loss.rollout_correction", " with a server");
     "vllm_importance_sampling_cap": Set("recipe.policy_loss.rollout_correction", " with a server");

@@ -209,6 +209,22 @@ fn our_schedule_and_a_scheduler_of_trl_stand_side_by_side(
 }
 
 #[test]
+fn the_regular_expression_of_trl_needs_a_server() {
+    let server = "max_steps: 5\nrollout: {engine: vllm, base_url: 'http://a'}";
+    for (value, expected) in [
+        ("null", json!(null)),
+        ("'[0-9]+'", json!({"regex": "[0-9]+"})),
+    ] {
+        let run = trl(&format!("{server}\nvllm_structured_outputs_regex: {value}"));
+        assert_eq!(json!(run.sampling.structured_outputs), expected);
+    }
+    let text = format!("{TRL}max_steps: 5\nvllm_structured_outputs_regex: a\n");
+    let error = RunConfig::new(&import(&text).document).unwrap_err();
+    let message = "must be absent with engine local";
+    assert!(error.to_string().contains(message), "{error}");
+}
+
+#[test]
 fn our_schedule_stands_beside_the_options_of_a_scheduler_of_trl() {
     let text = "max_steps: 5\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.25}\nschedule: {decay: cosine, decay_until: 4}";
     let schedule = trl(text).schedule;

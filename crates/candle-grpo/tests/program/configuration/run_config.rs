@@ -185,6 +185,77 @@ fn sections_are_laid_over_defaults() {
     );
 }
 
+/// Settings with vLLM servers, and further settings.
+fn with_vllm(more: &str, sampling: &str) -> Result<RunConfig, ConfigError> {
+    yaml(&format!(
+        "rollout: {{engine: vllm, base_url: 'http://a'{more}}}\n{sampling}"
+    ))
+}
+
+#[test]
+fn evaluations_have_the_constraint_of_training_unless_theirs_differs() {
+    let form = "sampling: {structured_outputs: {json: {type: object, minProperties: 1}}}\n";
+    let own = |sampler: &str| format!("{form}evaluation: {{sampler: {sampler}}}\n");
+    let of_training = json!({"json": {"type": "object", "minProperties": 1}});
+    for (text, of_evaluation) in [
+        (form.to_owned(), of_training.clone()),
+        (own("{top_k: 2}"), of_training.clone()),
+        (own("{structured_outputs: null}"), Value::Null),
+        (
+            own("{structured_outputs: {choice: ['1', '2']}}"),
+            json!({"choice": ["1", "2"]}),
+        ),
+    ] {
+        let run = with_vllm("", &text).unwrap();
+        run.check_training().unwrap();
+        assert_eq!(
+            json!(run.train.sampling.structured_outputs),
+            of_training,
+            "{text}"
+        );
+        let sampler = &run.evaluation.sampler;
+        assert_eq!(json!(sampler.structured_outputs), of_evaluation, "{text}");
+        let written = run.to_yaml().unwrap();
+        let document = Document::from_yaml(Path::new("written.yaml"), &written).unwrap();
+        let read = RunConfig::new(&document).unwrap();
+        assert_eq!(read.to_value().unwrap(), run.to_value().unwrap());
+    }
+}
+
+#[rstest]
+#[case(
+    "sampling: {structured_outputs: {regex: a}}\n",
+    "sampling.structured_outputs: given, must be absent with engine local: only vllm and sglang mask tokens"
+)]
+#[case(
+    "evaluation: {sampler: {structured_outputs: {regex: a}}}\n",
+    "evaluation.sampler.structured_outputs: given, must be absent with engine local: only vllm and sglang mask tokens"
+)]
+#[case(
+    "rollout: {engine: vllm, base_url: 'http://a'}\nsampling: {structured_outputs: {choice: [a, '']}}\n",
+    "sampling.structured_outputs.choice[1]: \"\", must have at least one character"
+)]
+#[case(
+    "sampling: {structured_outputs: {regex: a, choice: [a]}}\n",
+    "sampling.structured_outputs"
+)]
+fn a_constraint_that_is_not_valid_is_named(#[case] more: &str, #[case] message: &str) {
+    let error = yaml(more).unwrap_err().to_string();
+    assert!(error.contains(message), "{error}");
+}
+
+#[test]
+fn a_constraint_of_evaluations_needs_an_engine_that_receives_weights() {
+    let form = "sampling: {structured_outputs: {regex: a}}\n";
+    let run = with_vllm(", weight_sync: none", form).unwrap();
+    let error = run.check_training().unwrap_err().to_string();
+    let message = "evaluation.sampler.structured_outputs: given, must be null if the engine receives no weights";
+    assert!(error.contains(message), "{error}");
+    let own = format!("{form}evaluation: {{sampler: {{structured_outputs: null}}}}\n");
+    let run = with_vllm(", weight_sync: none", &own).unwrap();
+    run.check_training().unwrap();
+}
+
 #[test]
 fn the_effective_configuration_reads_as_itself() {
     for more in [
@@ -957,6 +1028,18 @@ environment:
 fn settings_without_an_effect_are_doubts() {
     let doubts = |more: &str| yaml(more).unwrap().doubts();
     assert_eq!(doubts(""), Vec::<String>::new());
+    let observations = "recipe: {policy_loss: {observation_coef: 0.05}}\n";
+    assert_eq!(
+        doubts(observations),
+        [
+            "recipe.policy_loss.observation_coef: 0.05, and there is no environment: completions have no observations"
+        ]
+    );
+    let environment = "environment: {kind: program, command: [cat]}\n";
+    assert_eq!(
+        doubts(&format!("{observations}{environment}")),
+        Vec::<String>::new()
+    );
     assert_eq!(
         doubts(
             "optimizer: {learning_rate: 0}\ntraining: {mini_batch_size: 100}\nalgorithm: {rollout_batch_size: 4, num_return_sequences_in_group: 4}\n"
