@@ -24,7 +24,8 @@ mod weights;
 pub use generator::ServerGenerator;
 pub use openai::OpenAi;
 pub use protocol::{
-    Call, DrawRequest, Drawn, End, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
+    Call, Checksums, DrawRequest, Drawn, End, Failure, Protocol, ScoreRequest, Scored, ServedModel,
+    Server,
 };
 pub use sglang::Sglang;
 pub use teacher::ServerTeacher;

@@ -1,6 +1,6 @@
 //! The interface to one kind of server.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -141,9 +141,10 @@ pub trait Protocol: Send + Sync {
     /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
 
-    /// Requests the SHA-256 checksums of the bytes of the server's weights, by their names. Called
-    /// after [`Self::load`] with [`RolloutConfig::check_weights`]. By default, servers do not
-    /// support this.
+    /// Requests the SHA-256 checksums of the bytes of the server's weights, by their names. A
+    /// weight has several if the server's processes have different parts of it. Called after
+    /// [`Self::load`] with [`RolloutConfig::check_weights`]. By default, servers do not support
+    /// this.
     ///
     /// [`RolloutConfig::check_weights`]: crate::rollout::RolloutConfig::check_weights
     ///
@@ -151,7 +152,7 @@ pub trait Protocol: Send + Sync {
     ///
     /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
     /// not answer.
-    fn checksums(&self, server: &Server) -> Result<BTreeMap<String, String>, Failure> {
+    fn checksums(&self, server: &Server) -> Result<Checksums, Failure> {
         let _ = server;
         let message = "servers of this kind name no checksums of their weights";
         Err(Failure::Unsupported(message.to_owned()))
@@ -177,6 +178,9 @@ pub trait Protocol: Send + Sync {
     /// Fails if the server does not answer.
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure>;
 }
+
+/// SHA-256 checksums in hexadecimal digits, by the name of the weight.
+pub type Checksums = BTreeMap<String, BTreeSet<String>>;
 
 /// A request: GET without a body, POST with one.
 #[derive(Debug, Clone, PartialEq)]

@@ -71,8 +71,8 @@ struct ServerState {
     distribution: Option<Distribution>,
     /// Failed requests since the last successful one.
     failed_requests: u32,
-    /// Failure for a key that it does not accept.
-    refusal: Option<String>,
+    /// The setting that it does not accept, and its failure.
+    refusal: Option<(&'static str, String)>,
 }
 
 /// With times from [`running_time`], so that no time runs out while this process is suspended.
@@ -349,8 +349,10 @@ impl Servers {
         if state.servers.iter().all(|server| server.refusal.is_some()) {
             let refusals = state.servers.iter_mut();
             // The next call checks again.
-            let refusals: Vec<String> = refusals.filter_map(|s| s.refusal.take()).collect();
-            bail!("{}.api_key_env: {}", self.section, refusals.join("; "));
+            let refusals = refusals.filter_map(|server| server.refusal.take());
+            let (settings, refusals): (Vec<_>, Vec<_>) = refusals.unzip();
+            let setting = settings.first().copied().unwrap_or_default();
+            bail!("{}.{setting}: {}", self.section, refusals.join("; "));
         }
         let is_ready = |server: &ServerState| server.status == Status::Ready;
         if state.servers.iter().any(is_ready) {
@@ -438,10 +440,14 @@ impl Servers {
                 failure @ Failure::Status {
                     status: 401 | 403, ..
                 },
-            ) => Some(format!(
-                "{} refuses the key: {failure}",
-                self.list[index].url
-            )),
+            ) => {
+                let refusal = format!("{} refuses the key: {failure}", self.list[index].url);
+                Some(("api_key_env", refusal))
+            }
+            Err(failure @ Failure::Unsupported(_)) if self.weight_check.is_some() => {
+                let refusal = format!("{}: {failure}", self.list[index].url);
+                Some(("check_weights", refusal))
+            }
             _ => None,
         };
         match recovered {

@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 
 use super::openai::{self, number};
 use super::protocol::{
-    Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
+    Call, Checksums, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel,
+    Server,
 };
 use super::weights::{EngineWeights, WeightFormat};
 use crate::rollout::StructuredOutputs;
@@ -100,11 +101,26 @@ impl Protocol for Vllm {
         }
     }
 
-    fn checksums(&self, server: &Server) -> Result<BTreeMap<String, String>, Failure> {
+    fn checksums(&self, server: &Server) -> Result<Checksums, Failure> {
         let body = json!({"action": "checksum"});
-        let answer = server.call(&Call::post("/weight_checker", body))?;
-        BTreeMap::deserialize(&answer["checksums"])
-            .map_err(|error| Failure::Malformed(format!("/weight_checker: checksums: {error}")))
+        let answer = server.call(&Call::post("/weight_checker", body));
+        let answer = answer.map_err(|failure| match failure {
+            Failure::Status { status: 404, .. } => Failure::Unsupported(format!(
+                "{failure}; it must be vLLM 0.32 or newer, started with VLLM_SERVER_DEV_MODE=1"
+            )),
+            failure => failure,
+        })?;
+        let reported: BTreeMap<String, String> = BTreeMap::deserialize(&answer["checksums"])
+            .map_err(|error| Failure::Malformed(format!("/weight_checker: checksums: {error}")))?;
+        let mut checksums = Checksums::new();
+        for (name, checksum) in reported {
+            // The rank of the process is before the name: `dp0:pp0:pcp0:tp0:model.norm.weight`.
+            let name = name.rsplit_once(':').map_or(&*name, |(_, name)| name);
+            // With --enable-lora, layers are inside others.
+            let name = name.replace(".base_layer.", ".");
+            checksums.entry(name).or_default().insert(checksum);
+        }
+        Ok(checksums)
     }
 
     fn interrupt(&self, server: &Server) -> Result<(), Failure> {

@@ -13,7 +13,7 @@ use candle_grpo_nn::tensor_places;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
-use super::protocol::Failure;
+use super::protocol::{Checksums, Failure};
 use super::weights::EngineWeights;
 use crate::owned_files::WEIGHTS;
 
@@ -26,8 +26,8 @@ const STACKS: &[(&str, &[&str])] = &[
     ("gate_up_proj", &["gate_proj", "up_proj"]),
 ];
 
-/// SHA-256 checksums of weights by their names.
-type Checksums = BTreeMap<String, String>;
+/// The checksum of each weight in a file, and of each stack of them.
+type FileChecksums = BTreeMap<String, String>;
 
 /// Compares the weights of servers with the transferred files.
 ///
@@ -36,7 +36,7 @@ type Checksums = BTreeMap<String, String>;
 /// each later transfer.
 pub(super) struct WeightCheck {
     /// The checksums of the files in a directory.
-    expected: Mutex<Option<(PathBuf, Arc<Checksums>)>>,
+    expected: Mutex<Option<(PathBuf, Arc<FileChecksums>)>>,
     /// The weights to compare on each server, once they are known.
     comparable: Vec<Mutex<Option<BTreeSet<String>>>>,
 }
@@ -65,8 +65,8 @@ impl WeightCheck {
         let expected = self.expected(&weights.path);
         let expected = expected.map_err(|error| Failure::Malformed(format!("{error:#}")))?;
         let is_equal = |name: &String| {
-            let expected = expected.get(name);
-            expected.is_some() && reported.get(name) == expected
+            let reported = reported.get(name).into_iter().flatten();
+            reported.eq(expected.get(name)) && expected.contains_key(name)
         };
         let mut comparable = lock(&self.comparable[index]);
         if let Some(names) = &*comparable {
@@ -88,7 +88,7 @@ impl WeightCheck {
         let names: BTreeSet<String> = names.cloned().collect();
         if names.is_empty() {
             return Err(Failure::Unsupported(format!(
-                "none of the {} weights of the server has the checksum of the transferred one, so rollout.check_weights must be false",
+                "none of its {} weights has the checksum of the transferred one, must be false",
                 reported.len()
             )));
         }
@@ -102,7 +102,7 @@ impl WeightCheck {
     }
 
     /// Returns the checksums of the files in `folder`, which all servers share.
-    fn expected(&self, folder: &Path) -> Result<Arc<Checksums>> {
+    fn expected(&self, folder: &Path) -> Result<Arc<FileChecksums>> {
         let mut expected = lock(&self.expected);
         if let Some((path, checksums)) = &*expected
             && path == folder
@@ -123,7 +123,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The checksums of a safetensors file's tensors, and of their stacks.
-fn checksums(path: &Path) -> Result<Checksums> {
+fn checksums(path: &Path) -> Result<FileChecksums> {
     let places = tensor_places(path)?;
     let mut sources: Vec<(String, Vec<Range<u64>>)> = Vec::new();
     for (name, place) in &places {

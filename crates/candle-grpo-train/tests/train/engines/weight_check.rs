@@ -43,7 +43,7 @@ fn checksums(setup: &Setup, version: u64) -> Checksums {
         };
         let digest = Sha256::digest(&bytes);
         let text = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-        checksums.insert(name, text);
+        checksums.insert(format!("dp0:pp0:pcp0:tp0:{name}"), text);
     }
     checksums
 }
@@ -88,15 +88,21 @@ impl Checked {
     }
 }
 
-const QKV: &str = "model.layers.0.self_attn.qkv_proj.weight";
-const GATE_UP: &str = "model.layers.1.mlp.gate_up_proj.weight";
-const NORM: &str = "model.norm.weight";
+const QKV: &str = "dp0:pp0:pcp0:tp0:model.layers.0.self_attn.qkv_proj.weight";
+const GATE_UP: &str = "dp0:pp0:pcp0:tp0:model.layers.1.mlp.gate_up_proj.weight";
+const NORM: &str = "dp0:pp0:pcp0:tp0:model.norm.weight";
+const EMBEDDING: &str = "dp0:pp0:pcp0:tp0:model.embed_tokens.weight";
+
+/// The name without the rank.
+fn weight(name: &str) -> &str {
+    name.rsplit_once(':').unwrap().1
+}
 
 #[test]
 fn weights_that_arrive_have_the_checksums_of_the_files() {
     let checked = Checked::new();
     let right = [1, 2].map(|version| checksums(&checked.setup, version));
-    for name in [QKV, GATE_UP, NORM, "model.embed_tokens.weight"] {
+    for name in [QKV, GATE_UP, NORM, EMBEDDING] {
         assert_ne!(right[0][name], right[1][name]);
     }
     let [first, second] = right;
@@ -110,6 +116,7 @@ fn one_weight_that_did_not_arrive_is_named() {
         let checked = Checked::new();
         let [first, mut second] = [1, 2].map(|version| checksums(&checked.setup, version));
         second.insert(name.to_owned(), first[name].clone());
+        let name = weight(name);
         let error = checked.push(first, second).unwrap_err();
         let expected = format!("{name} and 0 other weights differ from those of policy-000002");
         assert!(error.contains(&expected), "{error}");
@@ -132,7 +139,49 @@ fn weights_in_a_form_of_the_server_are_not_compared() {
     let mut wrong = pack(2);
     wrong.insert(NORM.to_owned(), "another".to_owned());
     let error = checked.push(pack(1), wrong).unwrap_err();
-    assert!(error.contains(NORM), "{error}");
+    assert!(error.contains(weight(NORM)), "{error}");
+}
+
+/// Processes that divide a weight have other checksums. Those with the whole weight have the same.
+#[test]
+fn weights_that_processes_divide_are_not_compared() {
+    let checked = Checked::new();
+    let divide = |version: u64| {
+        let mut divided = checksums(&checked.setup, version);
+        for (name, checksum) in divided.clone() {
+            let checksum = match name.as_str() {
+                NORM => checksum,
+                _ => format!("part of {name} in {version}"),
+            };
+            divided.insert(name.replace("tp0", "tp1"), checksum);
+        }
+        divided
+    };
+    assert_eq!(checked.push(divide(1), divide(2)), Ok(()));
+    let mut wrong = divide(2);
+    wrong.insert(NORM.replace("tp0", "tp1"), "another".to_owned());
+    let error = checked.push(divide(1), wrong).unwrap_err();
+    assert!(error.contains(weight(NORM)), "{error}");
+}
+
+/// With `--enable-lora`, layers are inside others.
+#[test]
+fn layers_for_adapters_have_the_weights_of_their_base() {
+    let checked = Checked::new();
+    let wrap = |version: u64| -> Checksums {
+        let wrapped = checksums(&checked.setup, version).into_iter();
+        let wrapped = wrapped.filter(|(name, _)| name.contains("proj"));
+        wrapped
+            .map(|(name, checksum)| {
+                (
+                    name.replace("proj.weight", "proj.base_layer.weight"),
+                    checksum,
+                )
+            })
+            .collect()
+    };
+    assert!(wrap(1).keys().all(|name| name.contains("base_layer")));
+    assert_eq!(checked.push(wrap(1), wrap(2)), Ok(()));
 }
 
 #[test]
@@ -140,8 +189,9 @@ fn a_server_without_a_comparable_weight_is_an_error() {
     let checked = Checked::new();
     let none = Checksums::from([(QKV.to_owned(), "packed".to_owned())]);
     let error = checked.push(none.clone(), none).unwrap_err();
-    let must = "none of the 1 weights of the server has the checksum of the transferred one, so rollout.check_weights must be false";
-    assert!(error.contains(must), "{error}");
+    let url = checked.setup.servers[0].url();
+    let must = "none of its 1 weights has the checksum of the transferred one, must be false";
+    assert_eq!(error, format!("rollout.check_weights: {url}: {must}"));
 }
 
 #[test]
@@ -152,6 +202,10 @@ fn a_server_without_checksums_is_named() {
     let error = checked
         .push(Checksums::new(), Checksums::new())
         .unwrap_err();
-    assert!(error.contains("404"), "{error}");
+    let url = checked.setup.servers[0].url();
+    assert!(
+        error.starts_with(&format!("rollout.check_weights: {url}: status 404")),
+        "{error}"
+    );
     assert!(error.contains("/weight_checker"), "{error}");
 }
