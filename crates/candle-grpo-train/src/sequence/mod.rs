@@ -41,7 +41,8 @@ pub struct Sequence {
     tokens: Arc<[u32]>,
     /// The first token's weight is 0, because nothing predicts it.
     weights: Arc<[f32]>,
-    /// For each response token, whether it is an observation to predict; absent if none is.
+    /// For each response token, whether it is an observation to predict; absent unless
+    /// observations are predicted.
     observed: Option<Arc<[bool]>>,
     prompt_len: usize,
     experts: Option<Arc<[u16]>>,
@@ -128,12 +129,14 @@ impl Sequence {
     }
 
     /// Makes the response tokens without a weight observations, which the policy learns to predict
-    /// with [`PolicyLoss::observation_coef`](candle_grpo_loss::PolicyLoss::observation_coef).
+    /// with [`PolicyLoss::observation_coef`](candle_grpo_loss::PolicyLoss::observation_coef). A
+    /// sequence in which nothing trains has none: its response only stands for an absent one.
     #[must_use]
     pub fn with_observations(self) -> Self {
+        let trains = self.num_trained_tokens() > 0;
         let weights = self.weights.iter().enumerate().skip(self.prompt_len);
         // Nothing predicts the first token.
-        let observed = weights.map(|(at, &weight)| weight == 0. && at > 0);
+        let observed = weights.map(|(at, &weight)| trains && weight == 0. && at > 0);
         Self {
             observed: Some(observed.collect()),
             ..self

@@ -129,6 +129,10 @@ fn prompts_padding_and_dropped_completions_have_no_observations() {
         first.with_observations().observed(),
         Some(&[false, false][..])
     );
+    // A trajectory without a turn of the policy.
+    let silent = Sequence::of_answer(&[1, 2], &[2]).unwrap();
+    let silent = silent.with_written(&[false]).unwrap().with_observations();
+    assert_eq!(silent.observed(), Some(&[false][..]));
     let short = Sequence::of_answer(&[1], &[2]).unwrap().with_observations();
     let rows = vec![observed.clone(), short, observed.masked()];
     let tokens = TokenBatch::of_batch(&Batch::new(rows).unwrap(), &Device::Cpu).unwrap();
