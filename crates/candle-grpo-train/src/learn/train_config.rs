@@ -360,10 +360,21 @@ impl TrainConfig {
             .validate_sampling(&self.sampling)
             .map_err(|error| within("sampling", error))?;
         if self.sampling.structured_outputs.is_some() {
-            let must = "be false with sampling.structured_outputs, which begin with a completion";
+            let must = "be false with sampling.structured_outputs, whose form a server starts again when it continues a completion";
             check::check(!self.rollout.partial, "rollout.partial", true, must)?;
             let in_flight = self.rollout.in_flight_updates;
             check::check(!in_flight, "rollout.in_flight_updates", true, must)?;
+            let reads = self
+                .recipe
+                .policy_loss
+                .needs()
+                .contains(Input::RolloutLogProbs);
+            check::check(
+                !reads,
+                "sampling.structured_outputs",
+                "given",
+                "be absent with recipe.policy_loss.off_policy_threshold and with a distillation whose student is rollout: they compare log-probs of all tokens with those of the tokens that the form allows",
+            )?;
         }
         check::check(
             !self.router_replay || self.rollout.engine == Engine::Local,

@@ -92,8 +92,8 @@ pub struct RolloutConfig {
     /// `weights` in the run directory.
     pub weight_sync_folder: Option<PathBuf>,
     /// If true, the checksums of the server's weights are compared with the transferred ones after
-    /// each transfer. This finds a single wrong weight, and reads all weights once more on both
-    /// sides. Needs engine `vllm`, and whole weights.
+    /// each transfer. This finds a single wrong weight after the first transfer, and reads all
+    /// weights once more on both sides. Needs engine `vllm`, and whole weights.
     pub check_weights: bool,
     /// Number of policy updates between weight transfers to the engine. At most
     /// `max_staleness + 1`.

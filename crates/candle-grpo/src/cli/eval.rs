@@ -74,6 +74,7 @@ fn eval(
 ) -> Result<(), Exit> {
     // An evaluation does not train.
     let mut run = load::any_config(file, true)?;
+    run.check_local_sampler().map_err(load::wrong)?;
     if let Some(path) = model {
         run.model.path = path;
     }

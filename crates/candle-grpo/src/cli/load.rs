@@ -27,7 +27,7 @@ use serde_json::{Map, Value};
 use super::console::Console;
 use super::exit::{Exit, warn};
 
-fn wrong(error: ConfigError) -> Exit {
+pub(super) fn wrong(error: ConfigError) -> Exit {
     Exit::Config(error.to_string())
 }
 

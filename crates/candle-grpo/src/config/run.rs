@@ -631,6 +631,23 @@ impl RunConfig {
         Ok(())
     }
 
+    /// Checks that an evaluation outside of a run can be sampled.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the key's line if the completions have a form that the policy in this
+    /// process cannot give them.
+    pub fn check_local_sampler(&self) -> Result<(), ConfigError> {
+        let is_local = !self.train.rollout.is_fixed_policy();
+        if is_local && self.evaluation.sampler.structured_outputs.is_some() {
+            return Err(self.error(
+                "evaluation.sampler.structured_outputs",
+                "given, must be null if the engine receives weights: the policy in this process samples",
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
     /// or on the CPU if `on_gpu` is false.
     ///

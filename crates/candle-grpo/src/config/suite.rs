@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use candle_grpo_train::rollout::Engine;
 use candle_grpo_train::{
     ChatTemplate, Dataset, DatasetConfig, Pretrained, RewardConfig, SamplingConfig,
 };
@@ -171,7 +172,13 @@ impl SuiteConfig {
             ("evaluation.max_prompts", self.evaluation.max_prompts),
         ])?;
         within(DATA, Dataset::without_rows(data))?;
-        within("evaluation.sampler", self.evaluation.sampler.validate())?;
+        let sampler = &self.evaluation.sampler;
+        within("evaluation.sampler", sampler.validate())?;
+        // A suite is sampled in this process.
+        within(
+            "evaluation.sampler",
+            Engine::Local.validate_sampling(sampler),
+        )?;
         if self.rewards.is_empty() {
             return Err(Problem::at(REWARDS, "none, must be at least one"));
         }

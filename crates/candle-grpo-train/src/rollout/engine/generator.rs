@@ -225,7 +225,7 @@ impl Generator for ServerGenerator {
             let must = "be absent with a server whose protocol does not pass it on";
             let passes = self.servers.protocol.structures_outputs();
             check(passes, "structured_outputs", "given", must)?;
-            let must = "be absent in a partial rollout: it begins with a completion";
+            let must = "be absent in a partial rollout: a server starts the form again when it continues a completion";
             let is_whole = batch.partial.is_none();
             check(is_whole, "structured_outputs", "given", must)?;
         }

@@ -71,8 +71,8 @@ struct ServerState {
     distribution: Option<Distribution>,
     /// Failed requests since the last successful one.
     failed_requests: u32,
-    /// The setting that it does not accept, and its failure.
-    refusal: Option<(&'static str, String)>,
+    /// The setting that it does not accept, with its failure.
+    refusal: Option<String>,
 }
 
 /// With times from [`running_time`], so that no time runs out while this process is suspended.
@@ -349,10 +349,8 @@ impl Servers {
         if state.servers.iter().all(|server| server.refusal.is_some()) {
             let refusals = state.servers.iter_mut();
             // The next call checks again.
-            let refusals = refusals.filter_map(|server| server.refusal.take());
-            let (settings, refusals): (Vec<_>, Vec<_>) = refusals.unzip();
-            let setting = settings.first().copied().unwrap_or_default();
-            bail!("{}.{setting}: {}", self.section, refusals.join("; "));
+            let refusals: Vec<String> = refusals.filter_map(|s| s.refusal.take()).collect();
+            bail!("{}", refusals.join("; "));
         }
         let is_ready = |server: &ServerState| server.status == Status::Ready;
         if state.servers.iter().any(is_ready) {
@@ -441,12 +439,15 @@ impl Servers {
                     status: 401 | 403, ..
                 },
             ) => {
-                let refusal = format!("{} refuses the key: {failure}", self.list[index].url);
-                Some(("api_key_env", refusal))
+                let url = &self.list[index].url;
+                let section = self.section;
+                Some(format!(
+                    "{section}.api_key_env: {url} refuses the key: {failure}"
+                ))
             }
             Err(failure @ Failure::Unsupported(_)) if self.weight_check.is_some() => {
-                let refusal = format!("{}: {failure}", self.list[index].url);
-                Some(("check_weights", refusal))
+                let url = &self.list[index].url;
+                Some(format!("{}.check_weights: {url}: {failure}", self.section))
             }
             _ => None,
         };
@@ -502,7 +503,10 @@ impl Servers {
                 if let Some(check) = &self.weight_check
                     && weights.format == WeightFormat::Disk
                 {
-                    check.compare(index, &self.protocol.checksums(server)?, weights)?;
+                    let reported = self.protocol.checksums(server);
+                    let compared = reported.and_then(|r| check.compare(index, &r, weights));
+                    // Other servers may sample meanwhile, so the run need not end.
+                    compared.inspect_err(|failure| tracing::warn!("{}: {failure}", server.url))?;
                 }
                 Ok(())
             }

@@ -88,7 +88,7 @@ impl WeightCheck {
         let names: BTreeSet<String> = names.cloned().collect();
         if names.is_empty() {
             return Err(Failure::Unsupported(format!(
-                "none of its {} weights has the checksum of the transferred one, must be false",
+                "none of its {} weights has the name and checksum of a transferred one; either they did not arrive, or the server keeps them in another form, for which it must be false",
                 reported.len()
             )));
         }

@@ -184,11 +184,11 @@ fn training() -> TrainConfig {
 )]
 #[case(
     |c: &mut TrainConfig| c.rollout.partial = true,
-    "rollout.partial: true, must be false with sampling.structured_outputs, which begin with a completion"
+    "rollout.partial: true, must be false with sampling.structured_outputs, whose form a server starts again when it continues a completion"
 )]
 #[case(
     |c: &mut TrainConfig| (c.rollout.in_flight_updates, c.rollout.max_staleness) = (true, 1),
-    "rollout.in_flight_updates: true, must be false with sampling.structured_outputs, which begin with a completion"
+    "rollout.in_flight_updates: true, must be false with sampling.structured_outputs, whose form a server starts again when it continues a completion"
 )]
 #[case(
     |c: &mut TrainConfig| {
@@ -196,6 +196,10 @@ fn training() -> TrainConfig {
         c.recipe.policy_loss.rollout_correction = None;
     },
     "old_log_probs: sampler, must be auto, recompute or current with sampling.structured_outputs, whose log-probs are those of the tokens that the form allows"
+)]
+#[case(
+    |c: &mut TrainConfig| c.recipe.policy_loss.off_policy_threshold = Some(1.),
+    "sampling.structured_outputs: given, must be absent with recipe.policy_loss.off_policy_threshold and with a distillation whose student is rollout: they compare log-probs of all tokens with those of the tokens that the form allows"
 )]
 fn settings_that_contradict_a_constraint_are_named(
     #[case] change: fn(&mut TrainConfig),

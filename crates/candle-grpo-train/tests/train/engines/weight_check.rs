@@ -190,7 +190,7 @@ fn a_server_without_a_comparable_weight_is_an_error() {
     let none = Checksums::from([(QKV.to_owned(), "packed".to_owned())]);
     let error = checked.push(none.clone(), none).unwrap_err();
     let url = checked.setup.servers[0].url();
-    let must = "none of its 1 weights has the checksum of the transferred one, must be false";
+    let must = "none of its 1 weights has the name and checksum of a transferred one; either they did not arrive, or the server keeps them in another form, for which it must be false";
     assert_eq!(error, format!("rollout.check_weights: {url}: {must}"));
 }
 

@@ -256,6 +256,23 @@ fn a_constraint_of_evaluations_needs_an_engine_that_receives_weights() {
     run.check_training().unwrap();
 }
 
+/// `grpo eval` samples in this process, unless the server's policy is fixed.
+#[test]
+fn a_constraint_of_an_evaluation_outside_of_a_run_needs_a_fixed_policy() {
+    let form = "sampling: {structured_outputs: {regex: a}}\n";
+    let run = with_vllm("", form).unwrap();
+    let error = run.check_local_sampler().unwrap_err().to_string();
+    let message =
+        "evaluation.sampler.structured_outputs: given, must be null if the engine receives weights";
+    assert!(error.contains(message), "{error}");
+    with_vllm(", weight_sync: none", form)
+        .unwrap()
+        .check_local_sampler()
+        .unwrap();
+    let own = format!("{form}evaluation: {{sampler: {{structured_outputs: null}}}}\n");
+    with_vllm("", &own).unwrap().check_local_sampler().unwrap();
+}
+
 #[test]
 fn the_effective_configuration_reads_as_itself() {
     for more in [
