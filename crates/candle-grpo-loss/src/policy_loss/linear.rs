@@ -27,9 +27,10 @@ pub struct LinearPolicyLossOutput {
 /// same, but Candle's `backward` allocates one more tensor with the weight's size.
 ///
 /// `layer` holds hidden states, weight and bias. Give it the response mask, so that masked
-/// positions cost nothing. `batch` must have [no log-probs](PolicyBatch::without_log_probs). The
-/// entropy is always computed. Any [`PolicyLoss`] options work, since the loss itself is computed
-/// on `[B, T]`.
+/// positions cost nothing. With [`PolicyLoss::observation_coef`], give it the union of the response
+/// mask and the observation mask: log-probs outside of its mask are 0, and learn nothing. `batch`
+/// must have [no log-probs](PolicyBatch::without_log_probs). The entropy is always computed. Any
+/// [`PolicyLoss`] options work, since the loss itself is computed on `[B, T]`.
 ///
 /// A constant argument in `layer` gets no gradient and costs no matrix product.
 ///

@@ -120,7 +120,8 @@ pub struct PolicyLoss {
     pub off_policy_threshold: Option<f64>,
     /// A likelihood term on high-scoring samples. Absent by default.
     pub positive_nll: Option<PositiveNll>,
-    /// Coefficient for policy and KL term, but not for the entropy bonus (`rl_loss_coef` in ROLL).
+    /// Coefficient for all terms except the entropy bonus and the observations (`rl_loss_coef` in
+    /// ROLL).
     /// Default 1.
     pub loss_coef: f64,
     /// KL to a reference policy. Absent by default.
