@@ -242,7 +242,7 @@ impl Measured {
         let demonstration = self.demonstration_tokens;
         let plan = MemoryPlan::new(&self.model, &self.config, self.prompt_tokens, demonstration)?;
         let plan = if self.has_teacher {
-            plan.with_teacher(&self.model, ComputeDType::F32)
+            plan.with_teacher(&self.model, &self.config, 1)
         } else {
             plan
         };
@@ -690,7 +690,7 @@ fn one_rank_takes_as_much_memory_with_every_sharding() -> anyhow::Result<()> {
     // Two moments.
     let ratio = whole as f64 / (8 * count) as f64;
     assert!((1.0..1.1).contains(&ratio), "{ratio}");
-    for sharding in [Sharding::Optimizer, Sharding::Resident] {
+    for sharding in [Sharding::Optimizer, Sharding::Resident, Sharding::Full] {
         let (found, _) = peak_with(sharding)?;
         let ratio = found as f64 / whole as f64;
         assert!((0.99..1.01).contains(&ratio), "{sharding:?}: {ratio}");
@@ -706,6 +706,8 @@ struct Shares {
     plan: usize,
     /// The peak while the trainer is created, beside the f32 weights.
     created: usize,
+    /// The bytes of a share: 2 + 16 / W for each parameter, or 18 / W.
+    share: usize,
     /// The number of parameters.
     count: usize,
 }
@@ -714,13 +716,13 @@ impl Shares {
     const RANKS: usize = 4;
 
     /// Trains supervised in bf16.
-    fn new(model: DecoderConfig) -> anyhow::Result<Self> {
+    fn new(model: DecoderConfig, sharding: Sharding) -> anyhow::Result<Self> {
         let config = SftConfig {
             batch_size: 8,
             micro_batch_tokens: 16,
             max_steps: Some(2),
             compute_dtype: ComputeDType::Bf16,
-            sharding: Sharding::Resident,
+            sharding,
             ..SftConfig::default()
         };
         on_two_threads(|| {
@@ -746,14 +748,18 @@ impl Shares {
                 peak: most - restart_peak(),
                 plan: plan.peak(),
                 created,
+                share: match sharding {
+                    Sharding::Full => count * 18 / Self::RANKS,
+                    _ => count * (2 + 16 / Self::RANKS),
+                },
                 count,
             })
         })
     }
 
-    /// The ratio of `bytes` to those of a rank's share: 2 + 16 / W for each parameter.
+    /// The ratio of `bytes` to those of a rank's share.
     fn ratio(&self, bytes: usize) -> f64 {
-        bytes as f64 / (self.count * (2 + 16 / Self::RANKS)) as f64
+        bytes as f64 / self.share as f64
     }
 
     fn assert_planned(&self) {
@@ -761,7 +767,7 @@ impl Shares {
             "{:.3}, planned {:.3}, of {} MiB",
             self.ratio(self.peak),
             self.ratio(self.plan),
-            self.count * (2 + 16 / Self::RANKS) / MIB
+            self.share / MIB
         );
         assert!(
             (1.0..1.15).contains(&(self.plan as f64 / self.peak as f64)),
@@ -773,10 +779,16 @@ impl Shares {
 }
 
 /// Beside its share, a rank has the gradients of a few blocks.
-#[test]
-fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result<()> {
+#[rstest]
+#[case::resident(Sharding::Resident, 1.1)]
+// The buffers are a larger part of a smaller share.
+#[case::full(Sharding::Full, 1.2)]
+fn a_rank_takes_its_share_of_f32_weights_gradients_and_state(
+    #[case] sharding: Sharding,
+    #[case] most: f64,
+) -> anyhow::Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let shares = Shares::new(DecoderConfig {
+    let model = DecoderConfig {
         vocab_size: 1024,
         hidden_size: 768,
         intermediate_size: 2304,
@@ -786,25 +798,30 @@ fn a_rank_takes_its_share_of_f32_weights_gradients_and_state() -> anyhow::Result
         max_position_embeddings: 64,
         tie_word_embeddings: true,
         ..DecoderConfig::default()
-    })?;
+    };
+    let shares = Shares::new(model, sharding)?;
     // In place of f32 weights, a rank has rounded ones, its part and divided moments.
-    let kept = shares.count * (2 + (4 + 8) / Shares::RANKS - 4);
+    let kept = match sharding {
+        Sharding::Full => 0,
+        _ => shares.count * (2 + (4 + 8) / Shares::RANKS - 4),
+    };
     assert!(
-        (kept..kept * 3 / 2).contains(&shares.created),
+        (kept..=kept * 3 / 2 + shares.count / 4).contains(&shares.created),
         "{} of {kept}",
         shares.created
     );
     let ratio = shares.ratio(shares.peak);
-    assert!((1.0..1.1).contains(&ratio), "{ratio}");
+    assert!((1.0..most).contains(&ratio), "{ratio}");
     shares.assert_planned();
     Ok(())
 }
 
 /// In place of the f32 weights, a rank that reads them has rounded ones and its part, and one
-/// whole weight at a time.
+/// whole weight at a time. If ranks divide all weights, it has parts alone.
 #[rstest]
 fn a_rank_reads_its_share_of_f32_weights(
     #[values(DType::F32, DType::BF16)] stored: DType,
+    #[values(Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) -> anyhow::Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let model = DecoderConfig {
@@ -822,14 +839,17 @@ fn a_rank_reads_its_share_of_f32_weights(
         rank: 1,
         world_size: Shares::RANKS,
     };
-    let division = AdamWConfig::default().division(DType::BF16, &(Arc::new(rank) as _));
+    let division = AdamWConfig::default().division(DType::BF16, (&(Arc::new(rank) as _), sharding));
     let division = division.context("several ranks")?;
     let before = restart_peak();
     let read = Parameters::load_folder_divided(&model, folder.path(), &division, &Device::Cpu)?;
     let most = peak() - before;
     let kept = restart_peak() - before;
     drop(read);
-    let share = count * (2 + 4 / Shares::RANKS);
+    let share = match sharding {
+        Sharding::Full => count * 6 / Shares::RANKS,
+        _ => count * (2 + 4 / Shares::RANKS),
+    };
     let shapes = model.parameter_shapes();
     let largest = shapes.values().map(|shape| shape.elem_count()).max();
     let bound = share + 8 * largest.unwrap_or(0);
@@ -843,11 +863,13 @@ fn a_rank_reads_its_share_of_f32_weights(
 #[test]
 fn the_plan_of_a_rank_holds_for_small_blocks() -> anyhow::Result<()> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let shares = Shares::new(DecoderConfig {
-        vocab_size: 1024,
-        num_hidden_layers: 64,
-        ..dense()
-    })?;
-    shares.assert_planned();
+    for sharding in [Sharding::Resident, Sharding::Full] {
+        let model = DecoderConfig {
+            vocab_size: 1024,
+            num_hidden_layers: 64,
+            ..dense()
+        };
+        Shares::new(model, sharding)?.assert_planned();
+    }
     Ok(())
 }

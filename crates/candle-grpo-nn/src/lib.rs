@@ -74,14 +74,14 @@ pub use compute_dtype::ComputeDType;
 pub use config::{DecoderConfig, LayerType, ModelType, RopeScaling, SequenceClassifierConfig};
 pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};
 pub use model::{
-    ActivationCheckpointing, Backward, Decoder, LanguageModel, ModelConfig, SequenceClassifier,
-    ValueHead,
+    ActivationCheckpointing, Backward, Decoder, DividedModel, LanguageModel, ModelConfig,
+    SequenceClassifier, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{
-    BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Parameters,
-    WeightDivision, all_finite, tensor_places,
+    BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Held,
+    Parameters, WeightDivision, all_finite, tensor_places,
 };
 
 // Compiles the README example.

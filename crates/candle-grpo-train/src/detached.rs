@@ -1,7 +1,7 @@
 //! Models with weights that get no gradients.
 
 use anyhow::Result;
-use candle_grpo_nn::{ComputeCopies, ComputeDType, Lora, ModelConfig, Parameters};
+use candle_grpo_nn::{ComputeCopies, ComputeDType, LanguageModel, Lora, ModelConfig, Parameters};
 use candle_nn::VarBuilder;
 
 /// Returns a detached model with `parameters` and `adapters`, and its low-precision copies.
@@ -12,7 +12,7 @@ pub(crate) fn model_in<C: ModelConfig>(
     dtype: ComputeDType,
 ) -> Result<(C::Model, ComputeCopies)> {
     let (vb, copies) = detached_weights(parameters, adapters, dtype)?;
-    Ok((model.build(vb)?, copies))
+    Ok((model.build(vb)?.gathering(parameters)?, copies))
 }
 
 /// Returns a builder for detached `parameters` with `adapters` in `dtype`, and its low-precision

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::validate::at_least_one;
-use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, Held, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use crate::ranks::Ranks;
@@ -34,6 +34,8 @@ pub struct Sampler<C = DecoderConfig> {
     ranks: Ranks,
     records_experts: bool,
     environments: Option<Arc<dyn Trajectories>>,
+    /// The weights that it samples from, if ranks divide them.
+    held: Option<Arc<Held>>,
 }
 
 impl<C> Clone for Sampler<C> {
@@ -47,6 +49,7 @@ impl<C> Clone for Sampler<C> {
             ranks: self.ranks.clone(),
             records_experts: self.records_experts,
             environments: self.environments.clone(),
+            held: self.held.clone(),
         }
     }
 }
@@ -83,6 +86,7 @@ impl<C: ModelConfig> Sampler<C> {
             ranks: Ranks::default(),
             records_experts: false,
             environments: None,
+            held: None,
         })
     }
 
@@ -144,6 +148,14 @@ impl<C: ModelConfig> Sampler<C> {
     pub fn with_config(self, config: SamplingConfig) -> Result<Self> {
         config.validate_for(self.vocab_size)?;
         Ok(Self { config, ..self })
+    }
+
+    /// Holds the weights that it samples from.
+    pub(crate) fn holding(self, held: Option<Held>) -> Self {
+        Self {
+            held: held.map(Arc::new),
+            ..self
+        }
     }
 
     /// Divides the prompts between the ranks, see [`Self::share`].

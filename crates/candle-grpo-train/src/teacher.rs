@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_loss::{OutputLayer, Support};
+use candle_grpo_nn::DividedModel;
 
 use crate::{Progress, TokenBatch};
 
@@ -39,6 +40,12 @@ pub trait Teacher: Send + Sync {
     /// [`Trainer`]: crate::Trainer
     fn longest_row(&self) -> usize {
         usize::MAX
+    }
+
+    /// Returns the weights, if ranks divide them. All ranks then make as many calls. By default,
+    /// they do not.
+    fn divided(&self) -> Option<&DividedModel> {
+        None
     }
 
     /// Checks that the teacher answers, before the first completion is drawn. `entries` is as in

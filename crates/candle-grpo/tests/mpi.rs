@@ -161,6 +161,7 @@ fn two_and_four_ranks_train_as_one_process() {
 #[rstest]
 #[case::a_divided_optimizer("sharding: optimizer")]
 #[case::divided_weights("sharding: resident, compute_dtype: bf16")]
+#[case::all_weights("sharding: full, compute_dtype: bf16")]
 fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] training: &str) {
     let _turn = turn();
     let set_steps = |folder: &Path, steps: usize| {

@@ -79,6 +79,7 @@ impl Decoder {
         cache: &mut PagedCache,
     ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
+        self.ensure_held()?;
         if self.output_weight().device().is_cpu() {
             // On a pool thread, an operator starts without waking one.
             rayon::scope(|_| self.step(new, cache))

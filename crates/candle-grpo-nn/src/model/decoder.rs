@@ -1,5 +1,7 @@
 //! The decoder: token ids in, hidden states and logits out.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{embedding, soft_cap};
 use candle_nn::VarBuilder;
@@ -7,6 +9,7 @@ use candle_nn::VarBuilder;
 use crate::config::architecture::ChannelPlan;
 use crate::decoding::PagedDecoding;
 use crate::model::block::{Block, BlockRecord, scaled};
+use crate::model::divided_model::{Ahead, BackwardParts, DividedModel};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;
 use crate::model::language_model::check_hidden_gradient;
@@ -17,7 +20,7 @@ use crate::model::rope::{Rope, RopeAngles};
 use crate::model::routes::{BalanceGradient, ExpertBalance, RouterChoice, Routes, balance};
 use crate::optim::grad_sink::GradSink;
 use crate::{
-    ActivationCheckpointing, Backward, DecoderConfig, Decoding, Gradients, LanguageModel,
+    ActivationCheckpointing, Backward, DecoderConfig, Decoding, Gradients, Held, LanguageModel,
     PackedTokens, PagedCache, Parameters,
 };
 
@@ -47,6 +50,8 @@ pub struct Decoder {
     logit_cap: Option<f64>,
     /// Number of blocks that the backward pass recomputes, beginning with the first one.
     recomputed_blocks: usize,
+    /// The weights, if ranks divide them.
+    divided: Option<DividedModel>,
     /// The same in all clones, which share their weights.
     #[cfg(feature = "cuda")]
     identity: std::sync::Arc<()>,
@@ -98,6 +103,7 @@ impl Decoder {
             embedding,
             output,
             recomputed_blocks: 0,
+            divided: None,
             #[cfg(feature = "cuda")]
             identity: std::sync::Arc::default(),
         })
@@ -150,8 +156,30 @@ impl Decoder {
         self.norm(&x, change.as_ref())
     }
 
+    /// Gathers the weights in a part of the decoder, if ranks divide them, until the result is
+    /// dropped.
+    fn hold(&self, part: impl Fn(&DividedModel) -> &Arc<[String]>) -> Result<Option<Held>> {
+        let divided = self.divided.as_ref();
+        divided.map(|all| all.hold(part(all))).transpose()
+    }
+
+    /// Gathers the weights of the blocks one after the other, if ranks divide them and they are not
+    /// held.
+    fn ahead(&self) -> Result<Option<Ahead>> {
+        let ahead = self.divided.as_ref().map(DividedModel::ahead);
+        Ok(ahead.transpose()?.flatten())
+    }
+
+    /// Checks that all weights are there, if ranks divide them.
+    pub(crate) fn ensure_held(&self) -> Result<()> {
+        self.divided
+            .as_ref()
+            .map_or(Ok(()), DividedModel::ensure_held)
+    }
+
     /// Looks up the scaled embedding rows `[N, H]` for `ids` `[N]`.
     pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        let _held = self.hold(|all| &all.embedding)?;
         scaled(
             embedding(ids, &self.embedding.tensor)?,
             self.embedding_scale,
@@ -178,7 +206,9 @@ impl Decoder {
     ) -> Result<(Tensor, Option<Tensor>, Vec<RouterChoice>)> {
         let (mut x, mut change) = (x, None);
         let mut routers = Vec::new();
+        let ahead = self.ahead()?;
         for block in &self.blocks {
+            let _held = ahead.as_ref().map(Ahead::next).transpose()?;
             let ([sum, y], record) = block.forward(&x, change.as_ref(), pass)?;
             routers.extend(record.router().cloned());
             (x, change) = (sum, Some(y));
@@ -188,6 +218,7 @@ impl Decoder {
 
     /// Computes the hidden states: the scaled final norm of `x + change`.
     pub(crate) fn norm(&self, x: &Tensor, change: Option<&Tensor>) -> Result<Tensor> {
+        let _held = self.hold(|all| &all.norm)?;
         scaled(self.norm.forward_sum(x, change)?.1, self.output_scale)
     }
 
@@ -226,6 +257,8 @@ impl Decoder {
         let rows = hidden
             .contiguous()?
             .reshape(((), self.config.hidden_size))?;
+        let held = self.divided.as_ref().map(DividedModel::hold_output);
+        let _held = held.transpose()?;
         let mut shape = dims.to_vec();
         shape[dims.len() - 1] = self.config.vocab_size;
         self.capped(linear(&rows, &self.output.tensor)?)?
@@ -260,6 +293,18 @@ impl LanguageModel for Decoder {
 
     fn logit_cap(&self) -> Option<f64> {
         self.logit_cap
+    }
+
+    fn divided(&self) -> Option<&DividedModel> {
+        self.divided.as_ref()
+    }
+
+    fn gathering(self, parameters: &Parameters) -> Result<Self> {
+        let names = [&self.embedding, &self.output].map(|weight| weight.name.as_str());
+        Ok(Self {
+            divided: DividedModel::new(parameters, self.blocks.len(), names),
+            ..self
+        })
     }
 
     /// Computes the hidden states without a graph, and keeps what the backward pass needs.
@@ -298,7 +343,9 @@ impl LanguageModel for Decoder {
         let (mut x, mut change) = (self.embed(&input.ids)?, None);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         let mut routers = Vec::new();
+        let ahead = self.ahead()?;
         for (number, block) in self.blocks.iter().enumerate() {
+            let _held = ahead.as_ref().map(Ahead::next).transpose()?;
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             routers.extend(record.router().cloned());
             blocks.push(if number < self.recomputed_blocks {
@@ -308,7 +355,9 @@ impl LanguageModel for Decoder {
             });
             (x, change) = (sum, Some(y));
         }
+        let held = self.hold(|all| &all.norm)?;
         let (x, hidden) = self.norm.forward_sum(&x, change.as_ref())?;
+        drop(held);
         let hidden = scaled(hidden, self.output_scale)?;
         let recorded = DecoderBackward {
             decoder: self,
@@ -323,6 +372,7 @@ impl LanguageModel for Decoder {
 
     /// Continues sequences with a [`PagedCache`], like [`Decoder::next_logits`].
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
+        self.ensure_held()?;
         let weight = self.output_weight();
         let cache = PagedCache::new(&self.config, weight.dtype(), weight.device())?;
         Ok(Box::new(PagedDecoding {
@@ -391,18 +441,26 @@ impl DecoderBackward<'_> {
         };
         check_hidden_gradient(hidden_gradient, &last)?;
         let of_norm = scaled(hidden_gradient.detach(), decoder.output_scale)?;
+        let mut parts = decoder.divided.as_ref().map(BackwardParts::new);
+        let mut hold = |sink: &mut GradSink| -> Result<Option<Held>> {
+            let held = parts.as_mut().map(|parts| parts.next(sink.gradients()));
+            held.transpose()
+        };
+        let held = hold(sink)?;
         let mut gradient = decoder.norm.backward(&last, &of_norm, sink)?;
-        drop(last);
+        drop((last, held));
         if decoder.output.name != decoder.embedding.name {
             sink.complete(|name| name == decoder.output.name)?;
         }
         for (number, block) in decoder.blocks.iter().enumerate().rev() {
+            let held = hold(sink)?;
             let record = match blocks.pop() {
                 Some(Kept::All(record)) => *record,
                 Some(Kept::Input(x)) => block.forward(&x, None, &pass)?.1,
                 None => bail!("a block was not recorded"),
             };
             gradient = block.backward(record, &pass, gradient, sink)?;
+            drop(held);
             let part = format!("layers.{number}.");
             sink.complete(|name| name.contains(&part))?;
         }

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::decoding::full_pass;
 use crate::model::routes::ExpertBalance;
-use crate::{Decoding, Gradients, PackedTokens, Parameters, SequenceStates};
+use crate::{Decoding, DividedModel, Gradients, PackedTokens, Parameters, SequenceStates};
 
 /// A causal language model: it computes hidden states, and exposes its output layer's weight.
 ///
@@ -18,7 +18,8 @@ pub trait LanguageModel {
     /// logits.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor>;
 
-    /// The output layer's weight, `[V, H]`.
+    /// The output layer's weight, `[V, H]`. It has values only while it is held, if ranks
+    /// [divide](Self::divided) it.
     fn output_weight(&self) -> &Tensor;
 
     /// The variable name for [`Self::output_weight`].
@@ -27,6 +28,27 @@ pub trait LanguageModel {
     /// The logit soft cap, if any: a logit x becomes `cap * tanh(x / cap)`.
     fn logit_cap(&self) -> Option<f64> {
         None
+    }
+
+    /// The weights, if ranks divide them. All ranks must then make as many passes.
+    fn divided(&self) -> Option<&DividedModel> {
+        None
+    }
+
+    /// Gathers the weights in each pass if ranks divide `parameters`, from which the model was
+    /// built.
+    ///
+    /// # Errors
+    ///
+    /// If they do, and the model is not a [`Decoder`](crate::Decoder).
+    fn gathering(self, parameters: &Parameters) -> Result<Self>
+    where
+        Self: Sized,
+    {
+        if parameters.is_full() {
+            bail!("weights: divided between ranks, must be whole for a custom model");
+        }
+        Ok(self)
     }
 
     /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass, which

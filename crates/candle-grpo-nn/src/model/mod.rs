@@ -7,6 +7,7 @@ mod activation_checkpointing;
 mod attention;
 mod block;
 mod decoder;
+mod divided_model;
 mod experts;
 mod frozen_linear;
 mod gated_delta;
@@ -30,6 +31,7 @@ pub use crate::config::{
 pub use crate::router::{Router, RouterPass, Routing};
 pub use activation_checkpointing::ActivationCheckpointing;
 pub use decoder::Decoder;
+pub use divided_model::DividedModel;
 pub use language_model::{Backward, LanguageModel};
 pub use memory::RecordedBytes;
 pub use model_config::ModelConfig;

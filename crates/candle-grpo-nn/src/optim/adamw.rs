@@ -86,22 +86,26 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// Divides f32 weights that train with these options between the ranks in `collective`
-    /// ([`Sharding::Resident`]). The variables are then in `dtype`, bf16 or f16, and beside them
-    /// each rank keeps its part of the f32 weights, which [`AdamW`] updates. Each weight is freed
-    /// once it is divided, unless a clone shares it.
+    /// Divides weights that train with these options between the ranks in `collective`, as
+    /// `sharding` says. The variables are then in `dtype`. Each weight is freed once it is divided,
+    /// unless a clone shares it.
     ///
-    /// With one rank, for an f32 `dtype`, or if they are divided already, the weights stay as they
-    /// are.
+    /// - [`Sharding::Resident`]: `dtype` is bf16 or f16, and beside the variables each rank keeps
+    ///   its part of the f32 weights, which [`AdamW`] updates. Weights stay as they are for an f32
+    ///   `dtype`, or with [`MasterWeights::Bf16`].
+    /// - [`Sharding::Full`]: each rank keeps its part of the variables, too, which have values only
+    ///   while a model [holds](crate::DividedModel) them.
+    ///
+    /// With one rank, or if they are divided already, the weights stay as they are.
     ///
     /// # Errors
     ///
-    /// If a weight is not f32, or if the weights are divided in another dtype.
+    /// If a weight is not f32 beside f32 masters, or if the weights are divided in another dtype.
     pub fn divide(
         &self,
         parameters: Parameters,
         dtype: DType,
-        collective: &Arc<dyn Collective>,
+        ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Parameters> {
         if parameters.is_divided() && parameters.dtype() != dtype {
             bail!(
@@ -109,22 +113,31 @@ impl AdamWConfig {
                 parameters.dtype()
             );
         }
-        match self.division(dtype, collective) {
+        match self.division(dtype, ranks) {
             Some(division) if !parameters.is_divided() => parameters.divided(&division),
             _ => Ok(parameters),
         }
     }
 
-    /// Returns the division of f32 weights that train with these options between the ranks in
+    /// Returns the division of weights that train with these options between the ranks in
     /// `collective`, as in [`Self::divide`], for weights that are divided while they are
-    /// [read](Parameters::load_folder_divided). `None` with one rank, or for an f32 `dtype`.
+    /// [read](Parameters::load_folder_divided). `None` if it leaves the weights as they are.
     pub fn division(
         &self,
         dtype: DType,
-        collective: &Arc<dyn Collective>,
+        (collective, sharding): (&Arc<dyn Collective>, Sharding),
     ) -> Option<WeightDivision> {
-        let divides = collective.world_size() > 1 && dtype != DType::F32;
-        divides.then(|| WeightDivision::new(dtype, self.shard(collective)))
+        if collective.world_size() == 1 {
+            return None;
+        }
+        let has_masters = self.master_weights == MasterWeights::F32;
+        let shard = self.shard(collective);
+        match sharding {
+            Sharding::None | Sharding::Optimizer => None,
+            Sharding::Resident => (has_masters && dtype != DType::F32)
+                .then(|| WeightDivision::of_masters(dtype, shard)),
+            Sharding::Full => Some(WeightDivision::full(dtype, shard, has_masters)),
+        }
     }
 
     /// The division of tensors between the ranks in `collective`, for an optimizer with these
@@ -275,7 +288,8 @@ impl AdamW {
     /// The gradients must come from [`Self::begin_reduction`]. All ranks must call
     /// [`Self::scaled_step`] and [`Self::state`] together.
     ///
-    /// [Divided](AdamWConfig::divide) parameters make any optimizer one of [`Sharding::Resident`].
+    /// [Divided](AdamWConfig::divide) parameters make any optimizer one of the sharding with which
+    /// they were divided.
     ///
     /// # Errors
     ///
@@ -294,6 +308,7 @@ impl AdamW {
                 Name(&config.state),
                 Name(&config.master_weights)
             ),
+            Some(shard) if parameters.is_full() => (Some(shard.clone()), Sharding::Full),
             Some(shard) => (Some(shard.clone()), Sharding::Resident),
             None if is_alone => (None, Sharding::None),
             None => (Some(config.shard(collective)), sharding),
@@ -349,9 +364,9 @@ impl AdamW {
     /// [`Gradients::begin_reduction`] does. Each rank receives only the sums for its own part of
     /// what the ranks divide.
     ///
-    /// With [`Sharding::Resident`], every backward pass in an optimizer step must follow a call,
-    /// and all ranks must have as many. Otherwise only the last one must. Norms cover all parts, so
-    /// all ranks must compute them.
+    /// With [`Sharding::Resident`] and [`Sharding::Full`], every backward pass in an optimizer step
+    /// must follow a call, and all ranks must have as many. Otherwise only the last one must. Norms
+    /// cover all parts, so all ranks must compute them.
     ///
     /// # Errors
     ///
@@ -362,7 +377,9 @@ impl AdamW {
         collective: &Arc<dyn Collective>,
     ) -> Result<()> {
         match (&self.shard, self.sharding) {
-            (Some(shard), Sharding::Resident) => gradients.begin(Sums::Divided(shard.clone())),
+            (Some(shard), Sharding::Resident | Sharding::Full) => {
+                gradients.begin(Sums::Divided(shard.clone()))
+            }
             (Some(shard), _) => gradients.begin(Sums::Parts(shard.clone())),
             (None, _) => gradients.begin_reduction(collective),
         }
@@ -497,7 +514,10 @@ impl AdamW {
             let dtype = arithmetic_dtype(moments.dtype);
             let part = Part {
                 master: master.transpose()?,
-                parameter: shard.own(parameter, elements)?,
+                parameter: match parameters.own(name) {
+                    Some(own) => shard.kept_parts(&own, elements)?,
+                    None => shard.own(parameter, elements)?,
+                },
                 gradient: [first.to_dtype(dtype)?, rest.to_dtype(dtype)?],
                 average: shard.kept_parts(&moments.average, elements)?,
                 square: shard.kept_parts(&moments.square, elements)?,
@@ -521,8 +541,10 @@ impl AdamW {
                 .collect();
             adamw(&tensors, step)?;
         }
-        let parameters = parameters.iter();
-        let whole: Vec<Tensor> = parameters
+        // Of the others, each rank has its part alone.
+        let whole = parameters.iter();
+        let whole = whole.filter(|(name, _)| parameters.own(name).is_none());
+        let whole: Vec<Tensor> = whole
             .map(|(_, variable)| variable.as_detached_tensor())
             .collect();
         shard.all_gather(&whole)
@@ -773,6 +795,9 @@ impl AdamW {
 
     fn check_fit(&self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
         gradients.ensure_summed()?;
+        if let Some(weights) = parameters.divided_weights() {
+            weights.ensure_free()?;
+        }
         let missing: Vec<_> = self
             .moments
             .keys()

@@ -80,6 +80,11 @@ impl<'a> GradSink<'a> {
         self.gradients.complete(is_final)
     }
 
+    /// The gradients, to call other operations of all ranks in order with their sums.
+    pub(crate) fn gradients(&mut self) -> &mut Gradients {
+        self.gradients
+    }
+
     /// Returns the gradient sum for `weight` so far, initially zero, if `weight` trains.
     fn sum(&mut self, weight: &NamedWeight) -> Result<Option<&Tensor>> {
         let tensor = &weight.tensor;

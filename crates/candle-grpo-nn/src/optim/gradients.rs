@@ -10,7 +10,7 @@ use candle_grpo_kernels::{
     arithmetic_dtype, ensure_gradients, ensure_reached, scale_gradients, squared_gradient_norms,
 };
 
-use super::reduction::{BUCKET, Kept, Reduction, Sums};
+use super::reduction::{BUCKET, Kept, Pending, Reduction, Sums};
 use crate::Parameters;
 use crate::weights::shard::Shard;
 
@@ -143,7 +143,7 @@ impl Gradients {
             Sums::Whole(_) => None,
             Sums::Parts(shard) | Sums::Divided(shard) => Some(shard.clone()),
         };
-        self.reduction = Some(Reduction::start(
+        self.reduction = Some(Reduction::new(
             sums,
             std::mem::take(&mut self.kept),
             BUCKET,
@@ -168,6 +168,28 @@ impl Gradients {
             reduction.add(name, gradient.clone())?;
         }
         Ok(())
+    }
+
+    /// Starts `operation`, which all ranks perform together, in an order with the sums of gradients
+    /// that is the same on all ranks.
+    pub(crate) fn start<T: Send + 'static>(
+        &mut self,
+        operation: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<Pending<T>> {
+        match &mut self.reduction {
+            Some(reduction) => reduction.start_call(operation),
+            None => Ok(Pending::of(operation)),
+        }
+    }
+
+    /// Waits for the result of an operation that [`Self::start`] started.
+    pub(crate) fn wait<T>(&mut self, pending: Pending<T>) -> Result<T> {
+        match &mut self.reduction {
+            Some(reduction) => reduction.wait(pending),
+            None => pending
+                .wait()
+                .unwrap_or_else(|| bail!("gradients: the thread that sums them has ended")),
+        }
     }
 
     /// Waits until the gradients are summed over all ranks. Does nothing without

@@ -3,7 +3,7 @@
 mod adamw;
 pub(crate) mod grad_sink;
 mod gradients;
-mod reduction;
+pub(crate) mod reduction;
 mod sharding;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule, MasterWeights, StateForm};

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
 use candle_core::{Error, Result, Shape, Tensor, bail};
@@ -29,17 +29,6 @@ pub(super) enum Sums {
     Divided(Shard),
 }
 
-impl Sums {
-    /// The number of buckets that may wait while another is summed. Gradients that are freed
-    /// afterwards must not pile up.
-    fn waiting(&self) -> usize {
-        match self {
-            Self::Whole(_) | Self::Parts(_) => 1024,
-            Self::Divided(_) => 0,
-        }
-    }
-}
-
 /// The sums for this rank's part of each gradient, as [`Shard::keep`] lays them out, with the shape
 /// of the whole.
 pub(super) type Kept = BTreeMap<String, (Tensor, Shape)>;
@@ -47,12 +36,48 @@ pub(super) type Kept = BTreeMap<String, (Tensor, Shape)>;
 /// A gradient with its name.
 type Named = (String, Tensor);
 
+/// The next task of the thread.
+enum Task {
+    /// Sums these gradients. The thread reports when it begins.
+    Sum(Vec<Named>, SyncSender<()>),
+    /// Calls other operations of all ranks.
+    Call(Box<dyn FnOnce() + Send>),
+}
+
+/// The result of an operation that may still run.
+#[derive(Debug)]
+pub(crate) struct Pending<T>(Receiver<Result<T>>);
+
+impl<T> Pending<T> {
+    /// A result, and the function that sends it.
+    fn new(operation: impl FnOnce() -> Result<T>) -> (Self, impl FnOnce()) {
+        let (result, received) = sync_channel(1);
+        let call = move || {
+            // Nobody waits for it after an error.
+            let _ = result.send(operation());
+        };
+        (Self(received), call)
+    }
+
+    /// The result of an operation that is called at once.
+    pub(super) fn of(operation: impl FnOnce() -> Result<T>) -> Self {
+        let (pending, call) = Self::new(operation);
+        call();
+        pending
+    }
+
+    /// Waits for the result. `None` if the thread of the operation has ended.
+    pub(super) fn wait(self) -> Option<Result<T>> {
+        self.0.recv().ok()
+    }
+}
+
 /// A thread that sums gradient buckets over all ranks, in order.
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
-    buckets: Option<SyncSender<Vec<Named>>>,
+    tasks: Option<Sender<Task>>,
     thread: Option<JoinHandle<Result<Kept>>>,
     /// The next bucket, how many elements it has, and with how many it is summed.
     bucket: Vec<Named>,
@@ -65,15 +90,15 @@ pub(super) struct Reduction {
 impl Reduction {
     /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`. A
     /// bucket has at least `least` elements, as [`BUCKET`], or is the last one.
-    pub(super) fn start(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
-        let (buckets, received) = sync_channel(sums.waiting());
+    pub(super) fn new(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
+        let (tasks, received) = channel();
         let frees = matches!(sums, Sums::Divided(_));
         let thread = Builder::new()
             .name("gradients".to_owned())
             .spawn(move || reduce(&sums, kept, &received))
             .map_err(Error::wrap)?;
         Ok(Self {
-            buckets: Some(buckets),
+            tasks: Some(tasks),
             thread: Some(thread),
             bucket: Vec::new(),
             elements: 0,
@@ -119,9 +144,49 @@ impl Reduction {
     fn send(&mut self) -> Result<()> {
         self.elements = 0;
         let bucket = std::mem::take(&mut self.bucket);
-        match &self.buckets {
-            Some(buckets) if buckets.send(bucket).is_ok() => Ok(()),
+        let (begins, has_begun) = sync_channel(1);
+        self.start(Task::Sum(bucket, begins))?;
+        // Gradients that are freed afterwards must not pile up.
+        if self.frees && has_begun.recv().is_err() {
+            return self.join().map(drop);
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, task: Task) -> Result<()> {
+        match &self.tasks {
+            Some(tasks) if tasks.send(task).is_ok() => Ok(()),
             _ => self.join().map(drop),
+        }
+    }
+
+    /// Starts `operation` on the thread, after the sums of all gradients that are on their way.
+    /// Operations of all ranks must not overlap, and have the same order on all of them.
+    ///
+    /// # Errors
+    ///
+    /// If a sum before it failed.
+    pub(super) fn start_call<T: Send + 'static>(
+        &mut self,
+        operation: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<Pending<T>> {
+        let (pending, call) = Pending::new(operation);
+        self.start(Task::Call(Box::new(call)))?;
+        Ok(pending)
+    }
+
+    /// Waits for the result of an operation that [`Self::start_call`] started.
+    ///
+    /// # Errors
+    ///
+    /// If it failed, or a sum before it.
+    pub(super) fn wait<T>(&mut self, pending: Pending<T>) -> Result<T> {
+        match pending.wait() {
+            Some(result) => result,
+            None => {
+                self.join()?;
+                bail!("gradients: the thread that sums them has ended")
+            }
         }
     }
 
@@ -134,7 +199,7 @@ impl Reduction {
     }
 
     fn join(&mut self) -> Result<Kept> {
-        self.buckets = None;
+        self.tasks = None;
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
             Some(Err(_)) => bail!("gradients: the thread that sums them panicked"),
@@ -152,9 +217,20 @@ impl Drop for Reduction {
     }
 }
 
-fn reduce(sums: &Sums, mut kept: Kept, buckets: &Receiver<Vec<Named>>) -> Result<Kept> {
+fn reduce(sums: &Sums, mut kept: Kept, tasks: &Receiver<Task>) -> Result<Kept> {
     let mut started = Vec::new();
-    while let Ok(bucket) = buckets.recv() {
+    while let Ok(task) = tasks.recv() {
+        let bucket = match task {
+            Task::Sum(bucket, begins) => {
+                // Only a rank that frees gradients waits for it.
+                let _ = begins.send(());
+                bucket
+            }
+            Task::Call(call) => {
+                call();
+                continue;
+            }
+        };
         let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
         match sums {
             Sums::Whole(collective) => {
@@ -224,10 +300,10 @@ mod tests {
         let rank = shard.collective.rank();
         let (mut kept, mut in_place) = (Kept::new(), Vec::new());
         for pass in 0..2 {
-            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least)?;
+            let divided = Reduction::new(Sums::Divided(shard.clone()), kept, least)?;
             kept = added(divided, &gradients(pass, rank)?)?;
             let whole = gradients(pass, rank)?;
-            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
+            let parts = Reduction::new(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
             added(parts, &whole)?;
             in_place.push(whole);
         }

@@ -24,4 +24,10 @@ pub enum Sharding {
     /// by block. Buffers come on top: the whole gradients of about three blocks, at least 25 MiB
     /// each, and of one matrix of the vocabulary.
     Resident,
+    /// All of these, and the weights in the compute dtype: a parameter takes 18 / W bytes in bf16,
+    /// and 16 / W in f32. The weights of frozen models are divided, too. The ranks gather the
+    /// weights of a block before it runs, forward and backward, and free them after it, so all
+    /// ranks make as many passes. To sample in this process, they gather all weights until the
+    /// completions are drawn.
+    Full,
 }

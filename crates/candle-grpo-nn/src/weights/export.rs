@@ -80,12 +80,13 @@ impl<'a> Export<'a> {
     }
 
     /// Exports f32 weights that ranks [divide](crate::AdamWConfig::divide), in f32, in place of
-    /// their rounded copies. Only rank 0 may compute tensors, while the others
-    /// [take part](Parameters::take_part_in_export). Other weights are as before.
+    /// their rounded copies, and gathers [others](Parameters::is_full) that they divide. Only rank
+    /// 0 may compute tensors, while the others [take part](Parameters::take_part_in_export).
+    /// Other weights are as before.
     #[must_use]
     pub fn with_masters(self) -> Self {
         let dtype = if self.parameters.is_divided() {
-            DType::F32
+            self.parameters.whole_dtype()
         } else {
             self.dtype
         };
@@ -151,6 +152,9 @@ impl<'a> Export<'a> {
         let Some(weight) = self.parameters.get(name) else {
             bail!("parameters: no {name}, must have it");
         };
+        if !self.has_masters {
+            self.parameters.ensure_held(name)?;
+        }
         let master = if self.has_masters {
             self.parameters.gathered(name)?
         } else {

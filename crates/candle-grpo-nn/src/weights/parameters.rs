@@ -2,15 +2,20 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_grpo_collective::Collective;
 use candle_grpo_kernels::arithmetic_dtype;
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::{Initial, Parameter};
 use crate::weights::Export;
 use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
-use crate::weights::check::{check_headers, check_names, reduce_to_parameters, text_model};
+use crate::weights::check::{
+    check_finite, check_headers, check_names, reduce_to_parameters, text_model,
+};
+use crate::weights::divided_weights::DividedWeights;
 use crate::weights::masters::{END, Masters, WeightDivision};
 use crate::weights::safetensors;
 use crate::weights::shard::Shard;
@@ -53,7 +58,7 @@ impl Parameters {
     fn insert(&mut self, name: String, weight: &Tensor) -> Result<()> {
         let variable = match &mut self.masters {
             None => Var::from_tensor(weight)?,
-            Some(masters) => Var::from_tensor(&masters.divide(&name, weight)?)?,
+            Some(masters) => masters.divide(&name, weight)?,
         };
         self.variables.insert(name, variable);
         Ok(())
@@ -81,6 +86,43 @@ impl Parameters {
         // Detached, so that a variable passed here is copied, not shared.
         let tensor = form.of(&name, &tensor.detach().to_device(&self.device)?)?;
         self.insert(name, &tensor)
+    }
+
+    /// Inserts a weight in `form` that `values` has. Where ranks divide all weights, only this
+    /// rank's part is read.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::insert_in`]. Also if `read` fails, or a number that is read is not finite.
+    fn insert_from<T: Values>(
+        &mut self,
+        form: &FrozenForm,
+        name: String,
+        (values, shape): (T, &Shape),
+        read: impl Fn(T) -> Result<Tensor>,
+    ) -> Result<()> {
+        let masters = self.masters.as_mut();
+        let Some(masters) = masters.filter(|masters| masters.weights().is_some()) else {
+            return self.insert_in(form, name, &read(values)?, shape);
+        };
+        let dtype = values.dtype()?;
+        if values.dims() != shape.dims() || !dtype.is_float() {
+            bail!(
+                "tensor {name}: {:?} of {dtype:?}, must be {:?} of a floating-point type",
+                values.dims(),
+                shape.dims()
+            );
+        }
+        let part = |range| {
+            let part = values.read_elements(range)?;
+            check_finite(&part)?;
+            part.to_dtype(form.dtype)
+        };
+        let variable = masters
+            .divide_read(&name, (shape, &self.device), part)
+            .map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
+        self.variables.insert(name, variable);
+        Ok(())
     }
 
     /// Initializes new weights: normal with standard deviation 0.02, norm factors 1, and biases 0.
@@ -135,7 +177,7 @@ impl Parameters {
 
     /// Inserts all weights of a model in `form`. Each tensor is freed before the next is read, so a
     /// large model is never held twice.
-    fn filled<T>(
+    fn filled<T: Values>(
         mut self,
         config: &DecoderConfig,
         mut tensors: HashMap<String, T>,
@@ -149,7 +191,7 @@ impl Parameters {
             let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors: no {name}")
             };
-            self.insert_in(form, name, &read(tensor)?, &shape)?;
+            self.insert_from(form, name, (tensor, &shape), &read)?;
         }
         Ok(self)
     }
@@ -275,7 +317,8 @@ impl Parameters {
     /// Like [`Self::load_folder`], for weights that ranks divide: the variables are in the dtype of
     /// the `division`, and each rank keeps its part of the f32 weights, as after
     /// [`AdamWConfig::divide`](crate::AdamWConfig::divide). A weight is freed before the next one
-    /// is read, so a rank never has all of them in f32.
+    /// is read, so a rank never has all of them in f32. With
+    /// [`Sharding::Full`](crate::optim::Sharding::Full), a rank reads only its part of each weight.
     ///
     /// # Errors
     ///
@@ -329,7 +372,8 @@ impl Parameters {
     ///
     /// # Errors
     ///
-    /// If `dtype` is not F32, BF16 or F16, or ranks [divide](Self::is_divided) the weights.
+    /// If `dtype` is not F32, BF16 or F16, or ranks [divide](Self::is_divided) the weights, unless
+    /// they do so in this form.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -353,6 +397,10 @@ impl Parameters {
         dtype: DType,
     ) -> Result<Self> {
         let form = FrozenForm::new(model, base, dtype)?;
+        let stays_dense = matches!(base, BaseWeights::Dense | BaseWeights::Stored);
+        if self.is_full() && self.dtype() == dtype && stays_dense {
+            return Ok(self);
+        }
         if self.is_divided() {
             bail!("weights: divided between ranks, must be whole to be frozen");
         }
@@ -365,9 +413,12 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Divides f32 weights between ranks. Each is freed once it is divided, unless a clone shares
-    /// it.
-    pub(crate) fn divided(self, division: &WeightDivision) -> Result<Self> {
+    /// Divides weights between ranks. Each is freed once it is divided, unless a clone shares it.
+    ///
+    /// # Errors
+    ///
+    /// If a weight is quantized, or not f32 where the ranks divide f32 weights.
+    pub fn divided(self, division: &WeightDivision) -> Result<Self> {
         let mut divided = Self::to_fill(Some(division), &self.device);
         for (name, variable) in self.variables {
             divided.insert(name, &variable.as_detached_tensor())?;
@@ -375,9 +426,72 @@ impl Parameters {
         Ok(divided)
     }
 
-    /// Returns whether ranks [divide](crate::AdamWConfig::divide) the f32 weights.
+    /// Divides a copy of the weights of the decoder `config` between ranks. Each weight is read
+    /// [from all ranks](Self::whole) if it is divided already, so all of them must call it
+    /// together.
+    ///
+    /// # Errors
+    ///
+    /// If there is no weight of a name, or another rank has ended.
+    pub fn copy_divided(&self, config: &DecoderConfig, division: &WeightDivision) -> Result<Self> {
+        let mut copy = Self::to_fill(Some(division), &self.device);
+        for name in config.parameter_shapes().into_keys() {
+            let weight = self.whole(&name)?;
+            copy.insert(name, &weight)?;
+        }
+        Ok(copy)
+    }
+
+    /// Returns whether ranks [divide](crate::AdamWConfig::divide) the weights: those in f32, those
+    /// that models compute with, or both.
     pub fn is_divided(&self) -> bool {
         self.masters.is_some()
+    }
+
+    /// Returns whether ranks divide the weights that models compute with
+    /// ([`Sharding::Full`](crate::optim::Sharding::Full)). The variables then have no values,
+    /// except while a model [holds](crate::DividedModel) them: read them with [`Self::whole`].
+    pub fn is_full(&self) -> bool {
+        self.divided_weights().is_some()
+    }
+
+    /// The weights that models compute with, if ranks divide these.
+    pub(crate) fn divided_weights(&self) -> Option<&Arc<DividedWeights>> {
+        self.masters.as_ref()?.weights()
+    }
+
+    /// This rank's part of the weight that models compute with, if ranks divide it.
+    pub(crate) fn own(&self, name: &str) -> Option<Var> {
+        self.masters.as_ref()?.own(name)
+    }
+
+    /// The collective of the ranks that divide the weights.
+    pub fn collective(&self) -> Option<&Arc<dyn Collective>> {
+        self.shard().map(|shard| &shard.collective)
+    }
+
+    /// The dtype of [whole](Self::whole) weights.
+    pub(crate) fn whole_dtype(&self) -> DType {
+        let masters = self.masters.as_ref();
+        masters.map_or_else(|| self.dtype(), Masters::dtype)
+    }
+
+    /// Checks that the variable of this name has values.
+    pub(crate) fn ensure_held(&self, name: &str) -> Result<()> {
+        match self.divided_weights() {
+            Some(weights) if !weights.is_held(name) => {
+                bail!("{name}: divided between ranks, must be held to be exported by one of them")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that the variables have values.
+    fn ensure_whole(&self) -> Result<()> {
+        if self.is_full() {
+            bail!("weights: divided between ranks, must be whole to be copied");
+        }
+        Ok(())
     }
 
     /// The division of the f32 weights between ranks, if they are divided.
@@ -390,8 +504,8 @@ impl Parameters {
         self.masters.as_ref()?.kept(name)
     }
 
-    /// Returns the f32 weight of this name; if ranks divide the weights, from all of them. Only
-    /// rank 0 calls it, while the others [take part](Self::take_part_in_export).
+    /// Returns the weight of this name, in f32 if ranks divide it in f32; from all ranks, if they
+    /// divide it. Only rank 0 calls it, while the others [take part](Self::take_part_in_export).
     pub(crate) fn gathered(&self, name: &str) -> Result<Option<Tensor>> {
         let (Some(masters), Some(variable)) = (&self.masters, self.variables.get(name)) else {
             return Ok(None);
@@ -405,8 +519,9 @@ impl Parameters {
         masters.gather(name, variable).map(Some)
     }
 
-    /// Returns the weight of this name, in f32 if ranks [divide](crate::AdamWConfig::divide) it.
-    /// Then all ranks must call it together, unlike an [export](Export::with_masters).
+    /// Returns the weight of this name, in f32 if ranks [divide](crate::AdamWConfig::divide) it in
+    /// f32. If they divide it, all ranks must call it together, unlike an
+    /// [export](Export::with_masters).
     ///
     /// # Errors
     ///
@@ -507,7 +622,12 @@ impl Parameters {
     }
 
     /// Copies the values. Later updates do not change the copy.
+    ///
+    /// # Errors
+    ///
+    /// If ranks divide [all weights](Self::is_full).
     pub fn frozen_copy(&self) -> Result<HashMap<String, Tensor>> {
+        self.ensure_whole()?;
         self.variables
             .iter()
             .map(|(name, variable)| Ok((name.clone(), variable.as_detached_tensor().copy()?)))
@@ -516,7 +636,12 @@ impl Parameters {
 
     /// Copies the variables to `device`. The copies are independent. If ranks
     /// [divide](Self::is_divided) the f32 weights, only the rounded ones are copied.
+    ///
+    /// # Errors
+    ///
+    /// If ranks divide [all weights](Self::is_full).
     pub fn copy_to(&self, device: &Device) -> Result<Self> {
+        self.ensure_whole()?;
         let variables = self
             .variables
             .iter()
@@ -538,7 +663,8 @@ impl Parameters {
     ///
     /// # Errors
     ///
-    /// If `dtype` is any other, or a variable is quantized.
+    /// If `dtype` is any other, a variable is quantized, or ranks divide
+    /// [all weights](Self::is_full).
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -563,6 +689,7 @@ impl Parameters {
         if !matches!(dtype, DType::F32 | DType::F64 | DType::BF16 | DType::F16) {
             bail!("dtype: {dtype:?}, must be F32, F64, BF16 or F16");
         }
+        self.ensure_whole()?;
         let variables = self
             .variables
             .iter()
@@ -617,13 +744,23 @@ impl Parameters {
                 );
             }
         }
+        if let Some(weights) = self.divided_weights() {
+            weights.ensure_free()?;
+        }
         for (name, variable) in &self.variables {
-            let value = values[name].read_elements(0..variable.elem_count())?;
+            let elements = variable.elem_count();
+            let (own, shard) = (self.own(name), self.shard());
+            if let (Some(own), Some(shard)) = (own, shard) {
+                let part = shard.read(elements, |range| values[name].read_elements(range))?;
+                for kept in [Some(&own), self.master(name)].into_iter().flatten() {
+                    copy_into(kept, &part)?;
+                }
+                continue;
+            }
+            let value = values[name].read_elements(0..elements)?;
             copy_into(variable, &value.reshape(variable.shape())?)?;
-            if let Some(masters) = &self.masters
-                && let Some(kept) = masters.kept(name)
-            {
-                copy_into(kept, &masters.shard().keep(&value, variable.elem_count())?)?;
+            if let (Some(kept), Some(shard)) = (self.master(name), shard) {
+                copy_into(kept, &shard.keep(&value, elements)?)?;
             }
         }
         Ok(())
@@ -634,6 +771,16 @@ impl Parameters {
         self.variables
             .iter()
             .map(|(name, variable)| (name.as_str(), variable))
+    }
+
+    /// Names and the numbers that this rank keeps of each variable, sorted by name: its part, as a
+    /// vector, if ranks divide [all weights](Self::is_full), and otherwise the variable.
+    pub fn kept(&self) -> impl Iterator<Item = (&str, Tensor)> {
+        self.iter().map(|(name, variable)| {
+            let master = || self.master(name).cloned();
+            let part = self.own(name).map(|own| master().unwrap_or(own));
+            (name, part.as_ref().unwrap_or(variable).as_detached_tensor())
+        })
     }
 
     /// The variable with this name.
@@ -657,10 +804,16 @@ impl Parameters {
         self.variables.values().map(elements).sum()
     }
 
-    /// Total size in bytes.
+    /// Total size of the variables in bytes. If ranks divide [all weights](Self::is_full), these
+    /// are the bytes of this rank's part.
     pub fn num_bytes(&self) -> usize {
         let bytes = |variable: &Var| variable.elem_count() * variable.dtype().size_in_bytes();
-        self.variables.values().map(bytes).sum()
+        let whole = self.variables.iter();
+        let whole = whole.filter(|(name, _)| self.own(name).is_none());
+        let own = self
+            .divided_weights()
+            .map_or(0, |weights| weights.num_bytes());
+        whole.map(|(_, variable)| bytes(variable)).sum::<usize>() + own
     }
 
     /// The variables' dtype, except for quantized blocks: F32 or F64, unless they are

@@ -91,15 +91,31 @@ impl Shard {
 
     /// Gathers all ranks' parts into `whole`. This rank has `kept`.
     pub(crate) fn gather(&self, kept: &Tensor, whole: &Tensor, elements: usize) -> Result<()> {
+        self.fill_in(kept, whole, elements)?;
+        let shared = view(whole, 0..self.shared(elements))?;
+        if shared.elem_count() > 0 {
+            self.collective.all_gather(&[&shared])?;
+        }
+        Ok(())
+    }
+
+    /// [`Self::gather`] for several tensors, each with what this rank has of it, in one operation.
+    pub(crate) fn gather_all(&self, tensors: &[(Tensor, Tensor)]) -> Result<()> {
+        for (kept, whole) in tensors {
+            self.fill_in(kept, whole, whole.elem_count())?;
+        }
+        let wholes: Vec<Tensor> = tensors.iter().map(|(_, whole)| whole.clone()).collect();
+        self.all_gather(&wholes)
+    }
+
+    /// Copies `kept`, which a rank keeps from a tensor with `elements` elements, to its place in
+    /// `whole`.
+    fn fill_in(&self, kept: &Tensor, whole: &Tensor, elements: usize) -> Result<()> {
         let parts = self.kept_parts(kept, elements)?;
         for (view, part) in self.own(whole, elements)?.iter().zip(parts) {
             if part.elem_count() > 0 {
                 view.slice_set(&part, 0, 0)?;
             }
-        }
-        let shared = view(whole, 0..self.shared(elements))?;
-        if shared.elem_count() > 0 {
-            self.collective.all_gather(&[&shared])?;
         }
         Ok(())
     }
@@ -116,6 +132,9 @@ impl Shard {
     /// Fills in the other ranks' parts.
     pub(crate) fn all_gather(&self, tensors: &[Tensor]) -> Result<()> {
         let (shared, _) = self.split_all(tensors)?;
+        if shared.is_empty() {
+            return Ok(());
+        }
         self.collective
             .all_gather(&shared.iter().collect::<Vec<_>>())
     }

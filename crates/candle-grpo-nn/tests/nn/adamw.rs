@@ -682,9 +682,13 @@ fn a_pass_whose_gradients_ranks_do_not_divide_as_those_before_is_refused() -> Re
 #[test]
 fn weights_that_were_divided_for_another_state_are_refused() {
     let errors = on_ranks(2, |collective| -> Result<_> {
-        let divided = by_hand(DecayRule::All).divide(ones()?, DType::BF16, &collective)?;
+        let divided = by_hand(DecayRule::All).divide(
+            ones()?,
+            DType::BF16,
+            (&collective, Sharding::Resident),
+        )?;
         // Whole blocks can have a state in f32.
-        let blocks = in_blocks().divide(ones()?, DType::BF16, &collective)?;
+        let blocks = in_blocks().divide(ones()?, DType::BF16, (&collective, Sharding::Resident))?;
         AdamW::new(by_hand(DecayRule::All), &blocks)?;
         Ok(message(AdamW::new(in_blocks(), &divided)))
     });
@@ -698,13 +702,15 @@ fn weights_that_were_divided_for_another_state_are_refused() {
 fn divided_weights_stay_as_they_are() {
     on_ranks(2, |collective| -> Result<()> {
         let options = by_hand(DecayRule::All);
-        let divided = || options.divide(ones()?, DType::BF16, &collective);
-        let again = options.divide(divided()?, DType::BF16, &collective)?;
+        let divided = || options.divide(ones()?, DType::BF16, (&collective, Sharding::Resident));
+        let again = options.divide(divided()?, DType::BF16, (&collective, Sharding::Resident))?;
         assert!(again.is_divided());
-        let error = message(options.divide(divided()?, DType::F16, &collective));
+        let error =
+            message(options.divide(divided()?, DType::F16, (&collective, Sharding::Resident)));
         assert_eq!(error, "weights: divided in BF16, must be in F16");
         let rounded = ones()?.to_dtype(DType::BF16)?;
-        let error = message(options.divide(rounded, DType::BF16, &collective));
+        let error =
+            message(options.divide(rounded, DType::BF16, (&collective, Sharding::Resident)));
         assert!(
             error.ends_with(": BF16, must be F32 to be divided"),
             "{error}"

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
     AdamWConfig, BaseWeights, DecoderConfig, Gguf, GgufDType, Parameters, WeightDivision,
 };
@@ -262,8 +263,12 @@ fn weights_are_divided_while_they_are_read(
     for world_size in [1, 2, 3, 5] {
         let ranks = on_ranks(world_size, |collective| -> Result<()> {
             let options = AdamWConfig::default();
-            assert!(options.division(DType::F32, &collective).is_none());
-            let division = options.division(dtype, &collective);
+            assert!(
+                options
+                    .division(DType::F32, (&collective, Sharding::Resident))
+                    .is_none()
+            );
+            let division = options.division(dtype, (&collective, Sharding::Resident));
             assert_eq!(division.is_none(), world_size == 1);
             let Some(division) = division else {
                 return Ok(());

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use candle_core::{D, DType, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
-    ActivationCheckpointing, Decoder, DecoderConfig, Gradients, LanguageModel, LayerType,
-    ModelType, PackedTokens, Parameters,
+    ActivationCheckpointing, Decoder, DecoderConfig, DividedModel, Gradients, LanguageModel,
+    LayerType, ModelType, PackedTokens, Parameters,
 };
 use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
 use rstest_reuse::template;
@@ -249,6 +249,8 @@ pub(crate) fn add_recorded(
     let decoder = (decoder.clone()).with_activation_checkpointing(checkpointing)?;
     let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device())?)?;
     let hidden = Var::from_tensor(&hidden)?;
+    let held = decoder.divided().map(DividedModel::hold_output);
+    let held = held.transpose()?;
     let output_weight = match trained.get(decoder.output_name()) {
         Some(variable) => variable.as_tensor(),
         None => decoder.output_weight(),
@@ -271,6 +273,7 @@ pub(crate) fn add_recorded(
         log_sum_exp: none,
     };
     let found = layer.backward(&log_probs, &derivatives)?;
+    drop(held);
     if let Some(gradient) = found.weight {
         gradients.add(decoder.output_name(), &gradient)?;
     }

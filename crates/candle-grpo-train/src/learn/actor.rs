@@ -19,7 +19,8 @@ use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
-    DecoderConfig, Gradients, LanguageModel, Lora, ModelConfig, Parameters,
+    DecoderConfig, DividedModel, Gradients, Held, LanguageModel, Lora, ModelConfig, Parameters,
+    WeightDivision,
 };
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
@@ -31,8 +32,8 @@ use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::sequence::response_forward::{
-    Packed, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
-    response_log_probs, states_at_once,
+    Packed, RecordedResponses, hold_output, output_layer, output_weight, predicting_states,
+    read_tokens, response_log_probs, states_at_once,
 };
 use crate::teacher::TeacherDistributions;
 use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
@@ -126,10 +127,11 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     /// Creates an actor on one of the ranks in `collective`, which divide the state of the
-    /// optimizer, and the gradients with [`Sharding::Resident`]: [`AdamW::sharded`]. With
-    /// `adapters` these train: [`Self::with_adapters`].
+    /// optimizer, and the gradients with [`Sharding::Resident`] and [`Sharding::Full`]:
+    /// [`AdamW::sharded`]. With `adapters` these train: [`Self::with_adapters`].
     ///
-    /// To divide the f32 weights, too, call [`AdamWConfig::divide`] first.
+    /// To divide the weights, too, call [`AdamWConfig::divide`] first, or [`Parameters::divided`]
+    /// for the frozen ones under adapters.
     ///
     /// # Errors
     ///
@@ -168,7 +170,7 @@ impl<M: LanguageModel> Actor<M> {
                 (parameters.var_builder(), ComputeCopies::default())
             }
         };
-        let policy = build(&model, vb, &config)?;
+        let policy = build(&model, vb, &config)?.gathering(&parameters)?;
         Self::from_policy(policy, (parameters, None), copies, config, ranks)
     }
 
@@ -207,7 +209,7 @@ impl<M: LanguageModel> Actor<M> {
         let dtype = config.compute_dtype;
         let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
-        let policy = build(&model, vb, &config)?;
+        let policy = build(&model, vb, &config)?.gathering(&parameters)?;
         let weights = (parameters, Some(adapters));
         Self::from_policy(policy, weights, copies, config, ranks)
     }
@@ -294,6 +296,18 @@ impl<M: LanguageModel> Actor<M> {
         &self.policy
     }
 
+    /// Gathers all weights until the result is dropped, to sample from them or to export them.
+    /// `None` unless ranks divide them ([`Sharding::Full`]). All ranks must call it together, and
+    /// drop the result before the next optimizer step.
+    ///
+    /// # Errors
+    ///
+    /// If there is not enough memory, or another rank has ended.
+    pub fn hold_weights(&self) -> Result<Option<Held>> {
+        let divided = self.policy.divided();
+        Ok(divided.map(DividedModel::hold_all).transpose()?)
+    }
+
     /// Returns log-probs and entropies, as [`Self::log_probs`] and [`Self::entropy`] do.
     pub(super) fn response_log_probs(&self, batch: &TokenBatch) -> Result<TokenLogProbs> {
         response_log_probs(&self.policy, batch, self.config.temperature)
@@ -314,6 +328,7 @@ impl<M: LanguageModel> Actor<M> {
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
         let states = predicting_states(&self.policy, batch)?;
         let (b, t, width) = states.dims3()?;
+        let _held = hold_output(&self.policy)?;
         let weight = self.policy.output_weight().detach();
         let rows = states.reshape((b * t, width))?;
         let (temperature, size) = (self.config.temperature, states_at_once(weight.dim(0)?));
@@ -430,6 +445,7 @@ impl<M: LanguageModel> Actor<M> {
             coef => coef * own_tokens / read_tokens,
         };
         let balance = recorded.balance_experts(coef)?;
+        let held = hold_output(&self.policy)?;
         let weight = output_weight(&self.policy, trained);
         let output = Output {
             policy: &self.policy,
@@ -439,6 +455,7 @@ impl<M: LanguageModel> Actor<M> {
             gradients: &mut self.descent.gradients,
         };
         let found = loss(output);
+        drop((weight, held));
         let gradients = &mut self.descent.gradients;
         let (states_gradient, result) = found.inspect_err(|_| gradients.clear())?;
         recorded.backward(states_gradient, trained, gradients)?;
@@ -470,7 +487,7 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     /// Returns whether every [`Self::forward_backward`] must follow a
-    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`] and [`Sharding::Full`].
     pub fn reduces_each_pass(&self) -> bool {
         self.descent.reduces_each_pass()
     }
@@ -501,7 +518,9 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     /// Returns the parameters of the policy; with adapters, the frozen base. If ranks
-    /// [divide](AdamWConfig::divide) the f32 weights, these are rounded.
+    /// [divide](AdamWConfig::divide) the f32 weights, these are rounded. If they divide
+    /// [all weights](Parameters::is_full), these have values only while they are
+    /// [held](Self::hold_weights).
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
@@ -676,17 +695,46 @@ pub(crate) fn ensure_master_weights(
     Ok(check::check(valid, field, "bf16", &must)?)
 }
 
-/// Returns whether ranks divide the f32 weights of a policy, if there is more than one.
+/// Returns whether ranks divide the weights of a policy that train, if there is more than one.
 pub(crate) fn divides_weights(
     optimizer: &AdamWConfig,
     compute_dtype: ComputeDType,
     has_adapters: bool,
     sharding: Sharding,
 ) -> bool {
-    sharding == Sharding::Resident
-        && !has_adapters
-        && compute_dtype != ComputeDType::F32
-        && optimizer.master_weights == MasterWeights::F32
+    match sharding {
+        _ if has_adapters => false,
+        Sharding::Full => true,
+        Sharding::Resident => {
+            compute_dtype != ComputeDType::F32 && optimizer.master_weights == MasterWeights::F32
+        }
+        _ => false,
+    }
+}
+
+/// Returns the division of the weights of a policy, which trains with `optimizer` and computes in
+/// `dtype`, between ranks; of the frozen ones under adapters. `None` if they do not divide them.
+pub(crate) fn division(
+    optimizer: &AdamWConfig,
+    dtype: ComputeDType,
+    has_adapters: bool,
+    ranks: (&Arc<dyn Collective>, Sharding),
+) -> Option<WeightDivision> {
+    match (has_adapters, ranks.1) {
+        (false, _) => optimizer.division(dtype.into(), ranks),
+        (true, Sharding::Full) => WeightDivision::frozen(dtype.into(), ranks.0),
+        (true, _) => None,
+    }
+}
+
+/// Checks the settings of ranks that divide all weights, if they do.
+pub(crate) fn ensure_dense(sharding: Sharding, base_weights: BaseWeights) -> Result<()> {
+    Ok(check::check(
+        sharding != Sharding::Full || base_weights == BaseWeights::Dense,
+        "base_weights",
+        Name(&base_weights),
+        "be dense with sharding: full, which divides numbers, not blocks of them",
+    )?)
 }
 
 /// Returns the form of the linear maps of a policy in memory, and the dtype of its other weights:

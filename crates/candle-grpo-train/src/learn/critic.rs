@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Parameters, ValueHead,
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, DividedModel, LanguageModel,
+    Parameters, ValueHead,
 };
 use serde::{Deserialize, Serialize};
 
@@ -91,7 +92,8 @@ impl Critic {
     }
 
     /// Creates a critic on one of the ranks in `collective`, which divide the state of the
-    /// optimizer, and the gradients with [`Sharding::Resident`]: [`AdamW::sharded`].
+    /// optimizer, the gradients with [`Sharding::Resident`], and also the weights with
+    /// [`Sharding::Full`]: [`AdamW::sharded`].
     ///
     /// All ranks must call it together: the f32 weights of a [divided](AdamWConfig::divide)
     /// `policy` come from all of them.
@@ -111,23 +113,34 @@ impl Critic {
             tie_word_embeddings: true,
             ..model.clone()
         };
-        let shapes = model.parameter_shapes();
-        let tensors = policy
-            .iter()
-            .filter(|(name, _)| shapes.contains_key(*name))
-            .map(|(name, _)| Ok((name.to_owned(), policy.whole(name)?)))
-            .collect::<Result<_>>()?;
-        let parameters = Parameters::from_tensors(&model, tensors, policy.device())?;
+        let parameters = match config.optimizer.division(DType::F32, ranks) {
+            Some(division) => policy.copy_divided(&model, &division)?,
+            None => {
+                let shapes = model.parameter_shapes();
+                let tensors = policy
+                    .iter()
+                    .filter(|(name, _)| shapes.contains_key(*name))
+                    .map(|(name, _)| Ok((name.to_owned(), policy.whole(name)?)))
+                    .collect::<Result<_>>()?;
+                Parameters::from_tensors(&model, tensors, policy.device())?
+            }
+        };
         let parameters = ValueHead::add_to(parameters, model.hidden_size)?;
         let head = |vb| ValueHead::new(model.hidden_size, vb);
         Ok(Self {
-            decoder: Decoder::new(&model, parameters.detached_var_builder())?,
+            decoder: Decoder::new(&model, parameters.detached_var_builder())?
+                .gathering(&parameters)?,
             head: head(parameters.detached_var_builder())?,
             training_head: head(parameters.var_builder())?,
             descent: GradientDescent::new(config.optimizer.clone(), &parameters, ranks)?,
             parameters,
             config,
         })
+    }
+
+    /// The weights, if ranks divide them.
+    pub(super) fn divided(&self) -> Option<&DividedModel> {
+        self.decoder.divided()
     }
 
     /// Returns the values of the responses of `batch`, f32 `[B, T]`, detached.
@@ -201,7 +214,7 @@ impl Critic {
     }
 
     /// Returns whether every [`Self::forward_backward`] must follow a
-    /// [`Self::begin_reduction`], as with [`Sharding::Resident`].
+    /// [`Self::begin_reduction`], as with [`Sharding::Resident`] and [`Sharding::Full`].
     pub fn reduces_each_pass(&self) -> bool {
         self.descent.reduces_each_pass()
     }

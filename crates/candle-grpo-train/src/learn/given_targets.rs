@@ -10,7 +10,7 @@ use candle_grpo_nn::LanguageModel;
 use serde::{Deserialize, Serialize};
 
 use super::actor::Output;
-use crate::sequence::response_forward::{Packed, Targets, output_layer};
+use crate::sequence::response_forward::{Packed, Targets, hold_output, output_layer};
 use crate::{Actor, NotFinite, Sequence};
 
 /// Tokens that a model reads, with one value of each kind for each of them.
@@ -203,6 +203,7 @@ impl<M: LanguageModel> Actor<M> {
         for part in parts(rows, weight.dim(0)?, micro_batch_tokens)? {
             let part = Part::new(part, weight.device())?;
             let states = part.packed.states(self.policy())?;
+            let _held = hold_output(self.policy())?;
             let responses = (&part.targets, None);
             let layer = output_layer(self.policy(), &states, &weight, responses, 1.)?;
             let tokens = layer.forward()?;

@@ -40,7 +40,10 @@ impl GradientDescent {
     /// Returns whether every backward pass sums the gradients, and not only the last one of an
     /// optimizer step.
     pub(super) fn reduces_each_pass(&self) -> bool {
-        self.optimizer.sharding() == Sharding::Resident
+        matches!(
+            self.optimizer.sharding(),
+            Sharding::Resident | Sharding::Full
+        )
     }
 
     /// Clips all ranks' gradients to the norm `max_norm`, makes an optimizer step and clears the

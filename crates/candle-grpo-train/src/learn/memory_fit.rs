@@ -162,8 +162,9 @@ impl MemoryFit<'_> {
 /// Returns the settings with which ranks divide more, from the one that divides least.
 fn divisions(config: &TrainConfig) -> impl Iterator<Item = TrainConfig> {
     let more: &[Sharding] = match config.sharding {
-        Sharding::None => &[Sharding::Optimizer, Sharding::Resident],
-        Sharding::Optimizer => &[Sharding::Resident],
+        Sharding::None => &[Sharding::Optimizer, Sharding::Resident, Sharding::Full],
+        Sharding::Optimizer => &[Sharding::Resident, Sharding::Full],
+        Sharding::Resident => &[Sharding::Full],
         _ => &[],
     };
     more.iter().map(|&sharding| TrainConfig {

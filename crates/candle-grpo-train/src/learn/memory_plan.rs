@@ -1,5 +1,7 @@
 //! The memory of a run, computed before it starts.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use candle_core::{DType, Shape};
 use candle_grpo_core::validate::at_least_one;
@@ -25,6 +27,9 @@ const WORKSPACE: usize = 64 << 20;
 
 /// The pages of the allocator of `grpo` for small tensors.
 const SMALL_TENSORS: usize = 100 << 20;
+
+/// The names of the weights of blocks begin with it, and then have a number.
+const LAYERS: &str = "model.layers.";
 
 /// The pages of the allocator of `grpo` that each thread keeps for its buffers.
 const PAGES_OF_THREAD: usize = 12 << 20;
@@ -96,6 +101,9 @@ pub struct MemoryPlan {
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
+    /// All weights in the dtype of the computation, which ranks gather while completions are
+    /// drawn, if they divide them. 0 if they do not.
+    pub held: usize,
     /// Weights of the policy while they are read, before the run, if ranks divide those in f32:
     /// each weight before the next. 0 if they do not.
     pub loading: usize,
@@ -191,11 +199,17 @@ impl MemoryPlan {
         Ok(Self {
             weights: plan.weights + copies,
             reference: if needs.reads(Source::Reference) && config.adapters.is_none() {
-                policy_copy_bytes(all, config, config.reference_refresh.is_some())
+                let bytes = policy_copy_bytes(all, config, config.reference_refresh.is_some());
+                learning.division.of_weights(bytes)
             } else {
                 0
             },
             sampling: draws.bytes(model, drawn_in),
+            held: if learning.division.is_full() {
+                BaseWeights::Dense.num_bytes(model, drawn_in)?
+            } else {
+                0
+            },
             packed: draws.packed_bytes(model, config, plan.gradients)?,
             ..plan
         })
@@ -221,19 +235,32 @@ impl MemoryPlan {
         })
     }
 
-    /// Returns this plan with one more teacher, of the shape `model` and with weights in `dtype`.
+    /// Returns this plan with one more teacher in this process, of the shape `model`, beside a
+    /// policy with these settings on one of `world_size` ranks.
     #[must_use]
-    pub fn with_teacher(self, model: &DecoderConfig, dtype: ComputeDType) -> Self {
+    pub fn with_teacher(
+        self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        world_size: usize,
+    ) -> Self {
         let shapes = model.parameter_shapes();
         let count: usize = shapes.values().map(Shape::elem_count).sum();
+        let bytes = count * DType::from(config.compute_dtype).size_in_bytes();
+        let share = if config.divides_teachers() {
+            Division::new(config.sharding, world_size).of_weights(bytes)
+        } else {
+            bytes
+        };
         Self {
-            teacher: self.teacher + count * DType::from(dtype).size_in_bytes(),
+            teacher: self.teacher + share,
             ..self
         }
     }
 
     /// Returns this plan with the policy of the shape `model` as one more teacher, which reads
-    /// prompts of up to `prompt_tokens`. With adapters, only those that it follows are copied.
+    /// prompts of up to `prompt_tokens`, on one of `world_size` ranks. With adapters, only those
+    /// that it follows are copied.
     ///
     /// # Errors
     ///
@@ -243,8 +270,10 @@ impl MemoryPlan {
         model: &DecoderConfig,
         config: &TrainConfig,
         (teacher, prompt_tokens): (&SelfTeacherConfig, usize),
+        world_size: usize,
     ) -> Result<Self> {
         let follows = teacher.refresh.is_some();
+        let division = Division::new(config.sharding, world_size);
         let shapes = match &config.adapters {
             None => model.parameter_shapes().into_values().collect(),
             Some(adapters) if follows => adapter_shapes(adapters, model)?,
@@ -255,7 +284,7 @@ impl MemoryPlan {
         let longest = passes.iter().map(|pass| pass.tokens).max();
         let read = model.forward_bytes(longest.unwrap_or(0), config.compute_dtype.into());
         Ok(Self {
-            teacher: self.teacher + policy_copy_bytes(count, config, follows),
+            teacher: self.teacher + division.of_weights(policy_copy_bytes(count, config, follows)),
             training: self.training.max(read),
             ..self
         })
@@ -291,7 +320,7 @@ impl MemoryPlan {
 
     /// The bytes while completions are drawn, for steps or evaluations.
     fn drawing(&self) -> usize {
-        self.sampling.max(self.evaluation) + self.packed
+        self.sampling.max(self.evaluation) + self.held + self.packed
     }
 }
 
@@ -519,8 +548,12 @@ impl Division {
         }
     }
 
-    fn is_resident(self) -> bool {
-        self.sharding == Sharding::Resident
+    fn divides_gradients(self) -> bool {
+        matches!(self.sharding, Sharding::Resident | Sharding::Full)
+    }
+
+    fn is_full(self) -> bool {
+        self.sharding == Sharding::Full
     }
 
     /// The share of the state of an optimizer with `bytes`.
@@ -532,12 +565,42 @@ impl Division {
     }
 
     /// The share of gradients with `bytes`, or of f32 weights.
-    fn resident(self, bytes: usize) -> usize {
-        if self.is_resident() {
+    fn of_gradients(self, bytes: usize) -> usize {
+        if self.divides_gradients() {
             bytes.div_ceil(self.world_size)
         } else {
             bytes
         }
+    }
+
+    /// The share of weights with `bytes` in the dtype of the computation.
+    fn of_weights(self, bytes: usize) -> usize {
+        if self.is_full() {
+            bytes.div_ceil(self.world_size)
+        } else {
+            bytes
+        }
+    }
+
+    /// The bytes of the weights that a pass over `model` in `dtype` has gathered at a time: those
+    /// of the embedding or the output layer, or of a block and the next one.
+    fn gathered(self, model: &DecoderConfig, dtype: DType) -> usize {
+        if !self.is_full() {
+            return 0;
+        }
+        let (mut others, mut blocks) = (0, BTreeMap::<String, usize>::new());
+        for (name, shape) in model.parameter_shapes() {
+            let block = name
+                .strip_prefix(LAYERS)
+                .and_then(|rest| rest.split_once('.'));
+            let elements = shape.elem_count();
+            match block {
+                Some((number, _)) => *blocks.entry(number.to_owned()).or_default() += elements,
+                None => others = elements.max(others),
+            }
+        }
+        let block = blocks.into_values().max().unwrap_or(0);
+        others.max(2 * block) * dtype.size_in_bytes()
     }
 }
 
@@ -559,14 +622,19 @@ impl Learning<'_> {
             self.division.sharding,
         );
         let weights = match self.optimizer.master_weights {
-            MasterWeights::F32 if divides_weights => copies + self.division.resident(4 * count),
+            MasterWeights::F32 if divides_weights => {
+                self.division.of_weights(copies) + self.division.of_gradients(4 * count)
+            }
             MasterWeights::F32 => copies + 4 * count,
             // The policy computes in them.
-            MasterWeights::Bf16 => 2 * count,
+            MasterWeights::Bf16 => self.division.of_weights(2 * count),
         };
         let frozen = match self.adapters {
             None => 0,
-            Some(_) => self.base_weights.num_bytes(model, compute)?,
+            Some(_) => {
+                let bytes = self.base_weights.num_bytes(model, compute)?;
+                self.division.of_weights(bytes)
+            }
         };
         let gradients = 4 * count;
         // Of one matrix of the vocabulary.
@@ -589,9 +657,10 @@ impl Learning<'_> {
         };
         let (activations, training) = learner.bytes(model, self.passes)?;
         let loading = if divides_weights {
-            // The largest one as a tensor and as bytes of a file, both in f32.
+            // The largest one, or this rank's part of it, as a tensor and as bytes of a file, both
+            // in f32.
             let largest = shapes.iter().map(Shape::elem_count).max();
-            weights + 2 * 4 * largest.unwrap_or(0)
+            weights + self.division.of_weights(2 * 4 * largest.unwrap_or(0))
         } else {
             0
         };
@@ -600,7 +669,7 @@ impl Learning<'_> {
             weights,
             frozen,
             optimizer: (self.division).state(state_bytes(&shapes, self.optimizer.state)),
-            gradients: self.division.resident(gradients),
+            gradients: self.division.of_gradients(gradients),
             activations,
             training,
             ..MemoryPlan::default()
@@ -635,7 +704,8 @@ fn critic_bytes(
         division,
     };
     let (_, training) = learner.bytes(&model, passes)?;
-    let kept = weights + division.state(state_bytes(&shapes, critic.optimizer.state));
+    let kept =
+        division.of_weights(weights) + division.state(state_bytes(&shapes, critic.optimizer.state));
     Ok((kept, training))
 }
 
@@ -661,7 +731,7 @@ impl Learner<'_> {
     /// peak.
     fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<(usize, usize)> {
         let passes = passes.iter().filter(|pass| pass.tokens > 0);
-        let mut most = (0, self.division.resident(self.gradients));
+        let mut most = (0, self.division.of_gradients(self.gradients));
         for pass in passes {
             let (activations, training) = self.bytes_of_pass(model, *pass)?;
             most = (most.0.max(activations), most.1.max(training));
@@ -678,15 +748,16 @@ impl Learner<'_> {
         let output = recorded.kept + self.layer(model, pass);
         let blocks = recorded.backward.len();
         let most = recorded.backward.iter().copied().max();
-        let activations = output.max(most.unwrap_or(0));
-        let training = if self.division.is_resident() {
+        let activations =
+            output.max(most.unwrap_or(0)) + self.division.gathered(model, self.compute);
+        let training = if self.division.divides_gradients() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
             // two blocks above are summed over the ranks and freed. Small blocks are summed
             // together.
             let of_blocks = self.gradients - self.output - self.embedding;
             let bucket = (of_blocks / blocks.max(1)).max(BUCKET_BYTES);
             let whole = 3 * bucket + self.output.max(self.embedding);
-            self.division.resident(self.gradients) + whole.min(self.gradients) + activations
+            self.division.of_gradients(self.gradients) + whole.min(self.gradients) + activations
         } else if pass.follows {
             self.gradients + activations
         } else {
@@ -867,6 +938,7 @@ mod tests {
     #[case::none(Sharding::None, [6, 4, 8], [6., 4., 8.])]
     #[case::optimizer(Sharding::Optimizer, [6, 4, 8], [6., 4., 1.])]
     #[case::resident(Sharding::Resident, [6, 4, 8], [2.5, 0.5, 1.])]
+    #[case::full(Sharding::Full, [6, 4, 8], [0.75, 0.5, 1.])]
     fn ranks_keep_their_shares(
         #[case] sharding: Sharding,
         #[case] alone: [usize; 3],
@@ -895,18 +967,24 @@ mod tests {
         let eight = plan(8)?;
         let loading = match sharding {
             Sharding::Resident => eight.weights + 8 * largest.unwrap_or(0),
+            // A rank reads its part.
+            Sharding::Full => eight.weights + largest.unwrap_or(0),
             _ => 0,
         };
         assert_eq!(eight.loading, loading);
         assert!(eight.peak() >= loading);
         // All gradients are smaller than the buffers, and whole before they are divided.
-        if sharding == Sharding::Resident {
+        if matches!(sharding, Sharding::Resident | Sharding::Full) {
             assert_eq!(
                 eight.training,
                 eight.gradients + 4 * all + eight.activations
             );
         }
         assert_eq!(plan(1)?.loading, 0);
+        // All weights are gathered while completions are drawn.
+        let is_full = sharding == Sharding::Full;
+        assert_eq!(eight.held, if is_full { 2 * all } else { 0 });
+        assert_eq!(plan(1)?.held, 0);
         let error = plan(0).unwrap_err().to_string();
         assert!(
             error.starts_with("world_size: 0, must be at least 1"),

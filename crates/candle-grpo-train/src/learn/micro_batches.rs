@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_nn::LanguageModel;
+use candle_grpo_nn::{DividedModel, LanguageModel};
 use serde::{Deserialize, Serialize};
 
 use super::gradient_descent::GradientDescent;
@@ -123,7 +123,7 @@ pub(crate) struct Divided<B> {
     /// The number of those of all ranks.
     pub(crate) count: usize,
     /// The largest number of those of a rank.
-    most_of_rank: usize,
+    pub(crate) most_of_rank: usize,
 }
 
 /// A model whose gradients accumulate over the passes of an update.
@@ -154,6 +154,8 @@ pub struct MicroBatches<'a> {
     pub receiver: &'a dyn Progress,
     /// The ranks.
     pub ranks: &'a Ranks,
+    /// True if all ranks make as many passes, because they gather weights in each.
+    pub gathers: bool,
 }
 
 impl<'a> MicroBatches<'a> {
@@ -168,6 +170,7 @@ impl<'a> MicroBatches<'a> {
             progress: &NoProgress,
             receiver: &NoProgress,
             ranks,
+            gathers: false,
         })
     }
 
@@ -226,6 +229,14 @@ impl<'a> MicroBatches<'a> {
         Ok(results)
     }
 
+    /// These passes of a model whose weights ranks may divide.
+    pub(super) fn over(self, divided: Option<&DividedModel>) -> Self {
+        Self {
+            gathers: divided.is_some(),
+            ..self
+        }
+    }
+
     /// All sequences of a rank in one micro-batch.
     pub(super) fn at_once(self) -> Self {
         Self {
@@ -258,12 +269,21 @@ impl<'a> MicroBatches<'a> {
         forward: impl Fn(&TokenBatch) -> Result<T>,
     ) -> Result<Pieces<'b, T>> {
         let all = self.size.of_ranks(tokens.sequences(), self.ranks);
-        let own = all[self.ranks.collective().rank()].iter().map(|own| {
+        let parts = &all[self.ranks.collective().rank()];
+        let own = parts.iter().map(|own| {
             ensure_not_canceled(self.progress)?;
             forward(&tokens.select(own)?)
         });
+        let own = own.collect::<Result<_>>()?;
+        if self.gathers {
+            let most = all.iter().map(Vec::len).max().unwrap_or(0);
+            for _ in parts.len()..most {
+                // Takes part in the passes of the others.
+                forward(&tokens.select(&[0])?)?;
+            }
+        }
         Ok(Pieces {
-            own: own.collect::<Result<_>>()?,
+            own,
             ranks: self.ranks.clone(),
             all,
             tokens,
@@ -331,6 +351,7 @@ mod tests {
             progress: &crate::progress::NoProgress,
             receiver: &crate::progress::NoProgress,
             ranks: &Ranks::default(),
+            gathers: false,
         };
         let targets = micro_batches.map(&batch, |piece| Ok(piece.targets().clone()))?;
         assert_eq!(targets.to_vec2::<u32>()?, batch.targets().to_vec2::<u32>()?);

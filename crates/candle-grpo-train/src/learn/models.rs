@@ -9,11 +9,11 @@ use candle_grpo_core::validate::check;
 use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, ModelConfig, Parameters};
 
-use super::actor::divides_weights;
+use super::actor::{division, ensure_dense};
 use super::needs::{Needs, Source};
 use super::teachers::{TeacherPart, Teachers};
 use super::{Ranks, Reference, ReferenceRefresh};
-use crate::checksums::sha256_of_parameters;
+use crate::checksums::{sha256_of_parameters, sha256_of_whole_parameters};
 use crate::rollout::PolicyWeights;
 use crate::{
     Actor, ActorConfig, Critic, Interrupted, Progress, Sampler, SamplingConfig, TrainConfig,
@@ -82,12 +82,14 @@ impl<C: ModelConfig> Models<C> {
             .reads(Source::Reference)
             .then(|| actor.reference_of(&model, config.reference_refresh.is_some()));
         let reference = reference.transpose()?;
-        Ok(Self {
+        let models = Self {
             reference,
             reference_refresh: config.reference_refresh,
             critic,
             ..Self::of_actor(model, actor)
-        })
+        };
+        models.hash_divided_base()?;
+        Ok(models)
     }
 
     /// A policy of shape `model` without other models.
@@ -116,7 +118,12 @@ impl<C: ModelConfig> Models<C> {
         let mut own = format!("step {steps}");
         let critic = self.critic.as_ref().map(Critic::parameters);
         for parameters in [Some(self.actor.trained()), critic].into_iter().flatten() {
-            own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
+            let sha256 = if parameters.is_full() {
+                sha256_of_whole_parameters(parameters)?
+            } else {
+                sha256_of_parameters(parameters)?
+            };
+            own += &format!(", sha256 {sha256}");
         }
         if let Some((rank, [own, first])) = ranks.first_difference(own)? {
             bail!(
@@ -155,7 +162,7 @@ impl<C: ModelConfig> Models<C> {
     /// copy of the policy.
     pub fn learn_from(&mut self, teacher: &TeacherPart) -> Result<()> {
         self.teachers = Teachers::new(teacher, (&self.model, &self.actor))?;
-        Ok(())
+        self.hash_divided_base()
     }
 
     /// Lets the reference and the teacher follow the policy after step `step`, if it is due.
@@ -195,15 +202,21 @@ pub(crate) fn new_actor<C: ModelConfig>(
         (Some(decoder), Some((adapters, base))) => {
             let adapters = Lora::init(adapters, decoder, seed, parameters.device());
             let adapters = adapters.context("adapters")?;
+            ensure_dense(ranks.1, base)?;
             let parameters = parameters.frozen_as(decoder, base, config.compute_dtype.into())?;
+            let division = division(&config.optimizer, config.compute_dtype, true, ranks);
+            let parameters = match division.filter(|_| !parameters.is_divided()) {
+                Some(division) => parameters.divided(&division)?,
+                None => parameters,
+            };
             (parameters, Some(adapters))
         }
-        _ if divides_weights(&config.optimizer, config.compute_dtype, false, ranks.1) => {
+        (Some(_), None) => {
             let dtype = config.compute_dtype.into();
-            let divided = config.optimizer.divide(parameters, dtype, ranks.0)?;
+            let divided = config.optimizer.divide(parameters, dtype, ranks)?;
             (divided, None)
         }
-        _ => (parameters, None),
+        (None, _) => (parameters, None),
     };
     Actor::sharded(model.clone(), parameters, adapters, config, ranks)
 }

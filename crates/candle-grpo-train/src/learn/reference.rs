@@ -6,7 +6,8 @@ use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
 use candle_grpo_nn::{
-    ComputeCopies, ComputeDType, Decoder, LanguageModel, Lora, ModelConfig, Parameters,
+    ComputeCopies, ComputeDType, Decoder, DividedModel, LanguageModel, Lora, ModelConfig,
+    Parameters, WeightDivision,
 };
 use serde::{Deserialize, Serialize};
 
@@ -169,8 +170,14 @@ impl<M: LanguageModel> Reference<M> {
     ///
     /// Fails if the shapes in `batch` do not match, or its masks contradict each other.
     pub fn distributions(&self, batch: &TokenBatch) -> Result<TeacherDistributions> {
+        let hidden = predicting_states(&self.model, &batch.without_experts())?;
+        if self.model.divided().is_some() {
+            bail!(
+                "teacher: its weights are divided between ranks, must be whole for distributions"
+            );
+        }
         Ok(TeacherDistributions::Hidden {
-            hidden: predicting_states(&self.model, &batch.without_experts())?,
+            hidden,
             weight: self.model.output_weight().detach(),
             logit_cap: self.model.logit_cap(),
         })
@@ -232,13 +239,19 @@ fn mix(parameters: &Parameters, policy: &Parameters, alpha: f64) -> Result<()> {
     Ok(())
 }
 
-/// Copies `parameters` in `dtype`; those of a custom model keep theirs.
+/// Copies `parameters` in `dtype`; those of a custom model keep theirs. Ranks divide the copy as
+/// they do the parameters.
 fn copy_in<C: ModelConfig>(
     model: &C,
     parameters: &Parameters,
     dtype: ComputeDType,
 ) -> Result<Parameters> {
+    let collective = parameters.collective().filter(|_| parameters.is_full());
+    let division = collective.and_then(|ranks| WeightDivision::frozen(dtype.into(), ranks));
     Ok(match model.decoder() {
+        Some(decoder) if let Some(division) = &division => {
+            parameters.copy_divided(decoder, division)?
+        }
         Some(_) => parameters.to_dtype(dtype.into())?,
         None => parameters.copy_to(parameters.device())?,
     })
@@ -247,6 +260,10 @@ fn copy_in<C: ModelConfig>(
 impl<M: LanguageModel + Send + Sync> Teacher for Reference<M> {
     fn longest_row(&self) -> usize {
         self.longest_row
+    }
+
+    fn divided(&self) -> Option<&DividedModel> {
+        self.model.divided()
     }
 
     fn log_probs(&self, batch: &TokenBatch, temperature: f64, _: &dyn Progress) -> Result<Tensor> {

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_core::validate::{check, finite};
+use candle_grpo_core::validate::{Name, check, finite};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{Decoder, LanguageModel, ModelConfig, Parameters};
 use serde::{Deserialize, Serialize};
 
@@ -84,6 +85,12 @@ impl SelfTeacherConfig {
                 "be absent with num_generations: 1, as a completion has no sibling",
             )?;
         }
+        check(
+            train.sharding != Sharding::Full || train.recipe.distillation_loss.is_none(),
+            "recipe.distillation_loss",
+            "given",
+            "be absent with sharding: full and the policy as a teacher, whose output layer is divided",
+        )?;
         let Some(refresh) = &self.refresh else {
             return Ok(());
         };
@@ -94,7 +101,10 @@ impl SelfTeacherConfig {
             !train.divides_weights(),
             "refresh",
             "given",
-            "be absent with sharding: resident, as it reads f32 weights",
+            &format!(
+                "be absent with sharding: {}, as it reads whole weights",
+                Name(&train.sharding)
+            ),
         )?)
     }
 

@@ -12,7 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::Ranks;
 use super::micro_batches::{Divided, MicroBatches};
 use crate::sequence::Batch;
-use crate::sequence::response_forward::{Packed, Targets, output_layer, states_at_once};
+use crate::sequence::response_forward::{
+    Packed, Targets, hold_output, output_layer, states_at_once,
+};
 use crate::{Actor, NotFinite, Sequence};
 
 /// Sums over the trained tokens of sequences. Those of parts of a step add up to those of the step.
@@ -240,6 +242,7 @@ impl<M: LanguageModel> Actor<M> {
         let packed = Packed::new(sequences, Targets::Flat, weight.device())?;
         let targets = Trained::new(sequences, weight.device())?;
         let states = packed.states(policy)?;
+        let _held = hold_output(policy)?;
         let layer = output_layer(policy, &states, &weight, (&targets.tokens, None), 1.)?;
         let tokens = layer.forward()?;
         targets.sums(&tokens, &states, &weight)

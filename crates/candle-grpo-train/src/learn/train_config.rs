@@ -5,10 +5,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::AdvantageEstimator as _;
+use candle_grpo_core::Invalid;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
-use candle_grpo_core::{Invalid, validate as check};
+use candle_grpo_core::validate::{self as check, Name};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
@@ -18,7 +19,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{divides_weights, ensure_master_weights, stored_form};
+use super::actor::{divides_weights, division, ensure_dense, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
@@ -166,8 +167,9 @@ pub struct TrainConfig {
     /// The optimizer.
     pub optimizer: AdamWConfig,
     /// The tensors that the ranks of a data-parallel run divide: `none`, `optimizer` (the state of
-    /// the optimizer; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), or `resident` (the state, the
-    /// gradients, and in half precision the f32 weights). Checkpoints do not depend on it.
+    /// the optimizer; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), `resident` (the state, the
+    /// gradients, and in half precision the f32 weights), or `full` (also all other weights, which
+    /// the ranks gather block by block, and together to sample). Checkpoints do not depend on it.
     pub sharding: Sharding,
     /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
@@ -451,6 +453,12 @@ impl TrainConfig {
             "be 0 for a custom model, whose experts are not known",
         )?;
         check::check(
+            self.sharding != Sharding::Full,
+            "sharding",
+            Name(&self.sharding),
+            "be none, optimizer or resident for a custom model, whose blocks are not known",
+        )?;
+        check::check(
             self.rollout.engine == Engine::Local,
             "rollout.engine",
             check::Name(&self.rollout.engine),
@@ -536,12 +544,28 @@ impl TrainConfig {
     }
 
     fn validate_sharding(&self) -> Result<()> {
-        Ok(check::check(
+        check::check(
             !self.divides_weights() || self.reference_refresh.is_none(),
             "sharding",
-            "resident",
-            "be none or optimizer with reference_refresh, which reads f32 weights",
-        )?)
+            Name(&self.sharding),
+            "be none or optimizer with reference_refresh, which reads whole weights",
+        )?;
+        if self.sharding != Sharding::Full {
+            return Ok(());
+        }
+        ensure_dense(self.sharding, self.base_weights)?;
+        check::check(
+            self.rollout.max_staleness == 0,
+            "rollout.max_staleness",
+            self.rollout.max_staleness,
+            "be 0 with sharding: full, because a thread that samples ahead copies all weights",
+        )?;
+        if let Some(dtype) = self.own_rollout_dtype() {
+            let must =
+                "be absent with sharding: full, because a copy in another dtype is not divided";
+            check::check(false, "rollout.dtype", Name(&dtype), must)?;
+        }
+        Ok(())
     }
 
     fn validate_critic(&self, needs: Needs) -> Result<()> {
@@ -663,15 +687,29 @@ impl TrainConfig {
         )
     }
 
-    /// Returns the division of the policy's f32 weights between the ranks in `collective`, for
+    /// Returns the division of the policy's weights between the ranks in `collective`, for
     /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
     /// not divide them.
     pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
-        if !self.divides_weights() {
-            return None;
-        }
-        self.optimizer
-            .division(self.compute_dtype.into(), collective)
+        let ranks = (collective, self.sharding);
+        let has_adapters = self.adapters.is_some();
+        division(&self.optimizer, self.compute_dtype, has_adapters, ranks)
+    }
+
+    /// Returns the division of a teacher in this process between the ranks in `collective`, for
+    /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if they do not divide
+    /// it: only with [`Sharding::Full`], and without `recipe.distillation_loss`, which reads whole
+    /// output layers.
+    pub fn teacher_division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
+        let divides = self.divides_teachers();
+        let division =
+            divides.then(|| WeightDivision::frozen(self.compute_dtype.into(), collective));
+        division.flatten()
+    }
+
+    /// Returns whether ranks divide the weights of teachers, if there are several ranks.
+    pub(super) fn divides_teachers(&self) -> bool {
+        self.sharding == Sharding::Full && self.recipe.distillation_loss.is_none()
     }
 
     /// Returns whether `step` is one of the warm-up of the critic.

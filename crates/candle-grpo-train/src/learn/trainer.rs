@@ -144,8 +144,10 @@ impl<C: ModelConfig> Trainer<C> {
             self.teachers_answer = true;
         }
         self.collector.generator.release();
+        let held = self.models.actor.hold_weights()?;
         let weights = self.models.weights(self.version());
         let mut collection = self.source.collect(&weights, &self.state)?;
+        drop(held);
         state.visited = collection.visited;
         state.unfinished_groups = std::mem::take(&mut collection.unfinished_groups);
         let all = &collection.all;
@@ -293,6 +295,9 @@ impl<C: ModelConfig> Trainer<C> {
     /// If [`TrainConfig::rollout`] names an engine that receives no weights, the sampler draws from
     /// the policy in this process.
     ///
+    /// With [`Sharding::Full`](candle_grpo_nn::optim::Sharding::Full), all ranks must call it
+    /// together. The sampler and its clones hold all weights: drop them before the next step.
+    ///
     /// If a custom generator draws completions of later steps, this waits for the end of its draw,
     /// and the next one begins in the next step.
     ///
@@ -300,12 +305,14 @@ impl<C: ModelConfig> Trainer<C> {
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler<C>> {
-        if self.config.rollout.is_fixed_policy() {
+        let held = self.models.actor.hold_weights()?;
+        let sampler = if self.config.rollout.is_fixed_policy() {
             let sampler = self.models.sampler(sampling)?;
-            Ok(self.collector.attach(sampler))
+            self.collector.attach(sampler)
         } else {
-            self.collector.reserve(&self.weights(), sampling)
-        }
+            self.collector.reserve(&self.weights(), sampling)?
+        };
+        Ok(sampler.holding(held))
     }
 
     /// Returns the completions of the last step, as many as `config` allows, whether or not it
@@ -342,7 +349,8 @@ impl<C: ModelConfig> Trainer<C> {
     /// Returns the current parameters of the policy, with merged adapters if there are any. Without
     /// adapters the parameters are shared with the policy. If ranks
     /// [divide](candle_grpo_nn::AdamWConfig::divide) the f32 weights, these are rounded; a
-    /// checkpoint has the f32 weights.
+    /// checkpoint has the f32 weights. If they divide all weights, read them with
+    /// [`Parameters::whole`], and [hold](Actor::hold_weights) them to merge adapters.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.weights().merged()
     }

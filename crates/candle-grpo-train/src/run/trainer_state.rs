@@ -16,14 +16,14 @@ use tokenizers::Tokenizer;
 
 use super::inputs::prompt_names;
 use crate::NotFinite;
-use crate::checksums::sha256_of_parameters;
+use crate::checksums::{sha256_of_parameters, sha256_of_whole_parameters};
 use crate::data::json_lines::{read_json, read_json_lines};
 use crate::learn::TrainerState;
 use crate::learn::models::Models;
 use crate::learn::self_teacher::SelfTeacher;
 use crate::model::pretrained::write_tokenizer;
 use crate::owned_files::{CONFIG, WEIGHTS};
-use crate::{Critic, Pretrained, Prompt};
+use crate::{Pretrained, Prompt};
 
 const STATE: &str = "trainer.json";
 /// The groups that later steps continue, one per line.
@@ -133,7 +133,8 @@ fn ensure_same_parts(saved: &TrainerState, now: &TrainerState) -> Result<()> {
 }
 
 impl<C: ModelConfig> Models<C> {
-    /// Checks the policy weights, with any adapters merged, and all other weights that train.
+    /// Checks the policy weights, with any adapters merged, and all other weights that train. If
+    /// ranks divide all weights, these are the parts of this rank, and adapters alone.
     ///
     /// # Errors
     ///
@@ -142,6 +143,10 @@ impl<C: ModelConfig> Models<C> {
         check_weights(self.actor.trained(), "")?;
         if let Some(critic) = &self.critic {
             check_weights(critic.parameters(), "critic's ")?;
+        }
+        if self.actor.parameters().is_full() {
+            // Merged weights need those of all ranks.
+            return Ok(());
         }
         if let Some(adapters) = self.actor.adapters() {
             let policy = self.weights(0).export();
@@ -225,7 +230,12 @@ impl<C: ModelConfig> Models<C> {
             parameters.save(&folder.join(TEACHER))?;
         }
         if let Some(critic) = &self.critic {
-            critic.parameters().save(&folder.join(CRITIC))?;
+            let weights = Export::new(critic.parameters()).with_masters();
+            if critic.parameters().is_full() {
+                check_export(&weights, "critic's ")?;
+            }
+            weights.save(&folder.join(CRITIC))?;
+            critic.parameters().end_exports()?;
             critic
                 .optimizer()
                 .save_state(&folder.join(CRITIC_OPTIMIZER))?;
@@ -263,9 +273,10 @@ impl<C: ModelConfig> Models<C> {
     /// Supports [`Self::save`] on another rank, which gathers what the ranks share.
     pub(crate) fn take_part_in_save(&self) -> Result<()> {
         self.actor.parameters().take_part_in_export()?;
-        let critic = self.critic.as_ref().map(Critic::optimizer);
-        for optimizer in [Some(self.actor.optimizer()), critic].into_iter().flatten() {
-            optimizer.take_part_in_state()?;
+        self.actor.optimizer().take_part_in_state()?;
+        if let Some(critic) = &self.critic {
+            critic.parameters().take_part_in_export()?;
+            critic.optimizer().take_part_in_state()?;
         }
         Ok(())
     }
@@ -376,14 +387,7 @@ impl<C: ModelConfig> Models<C> {
     /// Hash of the initial weights, if the adapters, a frozen reference or a frozen teacher depend
     /// on them.
     fn base_sha256(&self) -> Result<Option<String>> {
-        let base = match (self.actor.adapters(), &self.reference) {
-            (Some(_), _) => Some(self.actor.parameters()),
-            (None, Some(reference)) if self.reference_refresh.is_none() => reference.parameters(),
-            _ => None,
-        };
-        let teacher = self.teachers.own();
-        let base = base.or(teacher.and_then(SelfTeacher::frozen));
-        let Some(base) = base else {
+        let Some(base) = self.base() else {
             return Ok(None);
         };
         // The weights do not change, and hashing them takes a while.
@@ -391,6 +395,30 @@ impl<C: ModelConfig> Models<C> {
             let _ = self.base_sha256.set(sha256_of_parameters(base)?);
         }
         Ok(self.base_sha256.get().cloned())
+    }
+
+    /// Computes [`Self::base_sha256`] if ranks divide these weights. All of them must call it
+    /// together.
+    pub(crate) fn hash_divided_base(&self) -> Result<()> {
+        if let Some(base) = self.base()
+            && base.is_full()
+            && self.base_sha256.get().is_none()
+        {
+            let _ = self.base_sha256.set(sha256_of_whole_parameters(base)?);
+        }
+        Ok(())
+    }
+
+    /// The initial weights that do not change, if adapters, a fixed reference or a frozen teacher
+    /// depend on them.
+    fn base(&self) -> Option<&Parameters> {
+        let base = match (self.actor.adapters(), &self.reference) {
+            (Some(_), _) => Some(self.actor.parameters()),
+            (None, Some(reference)) if self.reference_refresh.is_none() => reference.parameters(),
+            _ => None,
+        };
+        let teacher = self.teachers.own();
+        base.or(teacher.and_then(SelfTeacher::frozen))
     }
 }
 
@@ -410,6 +438,9 @@ impl Models {
         self.ensure_finite()?;
         let policy = self.weights(0);
         let weights = policy.export().with_masters();
+        if policy.parameters.is_full() {
+            check_export(&weights, "")?;
+        }
         model.write_files(&weights.in_dtype(dtype.into()), folder)?;
         if dtype != ComputeDType::F32 && policy.adapters.is_none() {
             let weights = Export::new(policy.parameters).with_masters();
@@ -420,8 +451,14 @@ impl Models {
 }
 
 fn check_weights(parameters: &Parameters, owner: &str) -> Result<()> {
-    let mut weights = parameters.iter();
-    weights.try_for_each(|(name, variable)| ensure_finite(variable, name, owner))
+    let mut weights = parameters.kept();
+    weights.try_for_each(|(name, variable)| ensure_finite(&variable, name, owner))
+}
+
+/// Checks weights of which each rank keeps its part.
+fn check_export(weights: &Export<'_>, owner: &str) -> Result<()> {
+    let mut names = weights.names();
+    names.try_for_each(|name| ensure_finite(&weights.tensor(name)?, name, owner))
 }
 
 fn ensure_finite(weight: &Tensor, name: &str, owner: &str) -> Result<()> {

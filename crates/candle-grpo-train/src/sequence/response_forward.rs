@@ -5,7 +5,9 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
 use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::model::ExpertBalance;
-use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameters};
+use candle_grpo_nn::{
+    Backward, DividedModel, Gradients, Held, LanguageModel, PackedTokens, Parameters,
+};
 
 use super::{Sequence, TokenBatch};
 
@@ -19,6 +21,7 @@ pub(crate) fn response_log_probs(
     temperature: f64,
 ) -> Result<TokenLogProbs> {
     let states = predicting_states(model, batch)?;
+    let _held = hold_output(model)?;
     let weight = model.output_weight().detach();
     let responses = (batch.targets(), Some(batch.response_mask()));
     Ok(output_layer(model, &states, &weight, responses, temperature)?.forward()?)
@@ -46,6 +49,11 @@ pub(crate) fn output_layer(
         ..Default::default()
     };
     LinearLogProb::new(states, weight, None, targets, temperature, options)
+}
+
+/// Gathers the model's output weight until the result is dropped, if ranks divide it.
+pub(crate) fn hold_output(model: &dyn LanguageModel) -> candle_core::Result<Option<Held>> {
+    model.divided().map(DividedModel::hold_output).transpose()
 }
 
 /// Returns the number of states whose logits over a vocabulary are computed at once: 16 MiB of f32.

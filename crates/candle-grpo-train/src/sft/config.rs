@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
-use crate::learn::actor::{divides_weights, ensure_master_weights, stored_form};
+use crate::learn::actor::{division, ensure_dense, ensure_master_weights, stored_form};
 use candle_grpo_base::within;
 
 /// Supervised training settings.
@@ -50,8 +50,9 @@ pub struct SftConfig {
     /// weighted by its share of the tokens.
     pub router_aux_loss_coef: f64,
     /// The tensors that ranks in a data-parallel run divide: `none`, `optimizer` (the optimizer
-    /// state; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), or `resident` (the state, the gradients, and
-    /// in half precision the f32 weights). Checkpoints do not depend on it.
+    /// state; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), `resident` (the state, the gradients, and
+    /// in half precision the f32 weights), or `full` (also all other weights, which the ranks
+    /// gather block by block). Checkpoints do not depend on it.
     pub sharding: Sharding,
     /// The optimizer.
     pub optimizer: AdamWConfig,
@@ -172,6 +173,7 @@ impl SftConfig {
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        ensure_dense(self.sharding, self.base_weights)?;
         // The length of the run is checked with the rows.
         self.schedule
             .of_steps(self.max_steps.unwrap_or(usize::MAX))
@@ -202,15 +204,13 @@ impl SftConfig {
         )
     }
 
-    /// Returns the division of the policy's f32 weights between the ranks in `collective`, for
+    /// Returns the division of the policy's weights between the ranks in `collective`, for
     /// [`Pretrained::load_divided`](crate::Pretrained::load_divided). `None` if these settings do
     /// not divide them.
     pub fn division(&self, collective: &Arc<dyn Collective>) -> Option<WeightDivision> {
-        let (dtype, has_adapters) = (self.compute_dtype, self.adapters.is_some());
-        if !divides_weights(&self.optimizer, dtype, has_adapters, self.sharding) {
-            return None;
-        }
-        self.optimizer.division(dtype.into(), collective)
+        let ranks = (collective, self.sharding);
+        let has_adapters = self.adapters.is_some();
+        division(&self.optimizer, self.compute_dtype, has_adapters, ranks)
     }
 
     /// Policy settings. The policy loss is not used.

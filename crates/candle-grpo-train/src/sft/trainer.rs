@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_loss::surrogate::Likelihood;
-use candle_grpo_nn::{ComputeDType, Parameters};
+use candle_grpo_nn::{ComputeDType, LanguageModel, Parameters};
 
 use super::{SftConfig, SftMetrics, SftSeconds};
 use crate::data::MixedOrder;
@@ -145,7 +145,14 @@ impl SftTrainer {
             self.progress.advance(part.len(), sums.tokens as usize);
             Ok(sums)
         });
-        LikelihoodSums::over_ranks(sums.collect::<Result<_>>()?, &self.ranks)
+        let sums = sums.collect::<Result<Vec<_>>>()?;
+        if self.models.actor.policy().divided().is_some() {
+            for _ in sums.len()..divided.most_of_rank {
+                // Takes part in the passes of the others.
+                self.models.actor.likelihood(&examples[..1])?;
+            }
+        }
+        LikelihoodSums::over_ranks(sums, &self.ranks)
     }
 
     /// Begins the passes over `rows`, and returns the micro-batches.
@@ -228,7 +235,9 @@ impl SftTrainer {
 
     /// Returns the current policy parameters, with any adapters merged. Without adapters they are
     /// shared with the policy. If ranks [divide](candle_grpo_nn::AdamWConfig::divide) the f32
-    /// weights, these are rounded; a checkpoint has the f32 weights.
+    /// weights, these are rounded; a checkpoint has the f32 weights. If they divide all weights,
+    /// read them with [`Parameters::whole`], and [hold](Actor::hold_weights) them to merge
+    /// adapters.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.models.weights(0).merged()
     }
@@ -260,5 +269,6 @@ fn passes<'a>(
         progress,
         receiver: progress,
         ranks,
+        gathers: false,
     }
 }

@@ -305,7 +305,7 @@ fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
 fn the_steps_of_ranks_are_those_of_one_rank(
     #[case] reward: fn(&Sample) -> f32,
     #[case] batch_size: usize,
-    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
+    #[values(Sharding::None, Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) {
     stay_on_cpu();
     let demonstrations = DemonstrationConfig {

@@ -359,7 +359,11 @@ fn the_plan_of_memory_has_the_teacher() {
     assert_eq!((alone.teacher, distilled.teacher), (0, 0));
     let numbers: usize = parameters().iter().map(|(_, x)| x.elem_count()).sum();
     for (dtype, bytes) in [(ComputeDType::F32, 4), (ComputeDType::Bf16, 2)] {
-        let with = distilled.with_teacher(&model(), dtype);
+        let config = TrainConfig {
+            compute_dtype: dtype,
+            ..config(best_of(2))
+        };
+        let with = distilled.with_teacher(&model(), &config, 1);
         assert_eq!(with.teacher, bytes * numbers);
         assert_eq!(with.peak(), distilled.peak() + with.teacher);
     }

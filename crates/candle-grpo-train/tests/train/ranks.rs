@@ -1,7 +1,7 @@
 //! Steps that several ranks share.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
@@ -12,11 +12,13 @@ use candle_grpo_core::rewards::{NormLevel, RewardNorm};
 use candle_grpo_core::{AdvantagePipeline, RewardShaping};
 use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
-use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, experimental};
+use candle_grpo_loss::{
+    Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, TeacherTerm, experimental,
+};
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
-use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
-use candle_grpo_train::learn::ReferenceRefresh;
+use candle_grpo_train::learn::{Reference, ReferenceRefresh, TeacherPart};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Pretrained, Progress, Prompt, Sample,
@@ -54,8 +56,14 @@ struct Run {
     weights: Vec<(String, Vec<f32>)>,
 }
 
+/// The values of all weights. If ranks divide them, all ranks must call it together.
 fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
     let flat = |(name, x): (&str, &Var)| {
+        let x = if parameters.is_full() {
+            parameters.whole(name).unwrap()
+        } else {
+            x.as_detached_tensor()
+        };
         let x = x.to_dtype(DType::F32).unwrap();
         (name.to_owned(), x.flatten_all().unwrap().to_vec1().unwrap())
     };
@@ -64,6 +72,8 @@ fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
 
 fn run(trainer: &mut Trainer, steps: usize) -> Run {
     let metrics = common::run(trainer, steps);
+    // Adapters are merged into whole weights.
+    let _held = trainer.actor().hold_weights().unwrap();
     let mut weights = values(&trainer.policy_parameters().unwrap());
     if let Some(critic) = trainer.critic() {
         weights.extend(values(critic.parameters()));
@@ -185,7 +195,7 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
 /// The rollouts' experts are exchanged, too.
 #[rstest]
 fn replayed_experts_are_those_of_one_rank(
-    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
+    #[values(Sharding::None, Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) {
     stay_on_cpu();
     let config = TrainConfig {
@@ -233,6 +243,9 @@ fn tokens_of_highest_entropy_are_those_of_all_ranks() {
 #[case(Sharding::Resident, false, ComputeDType::F32)]
 #[case(Sharding::Resident, true, ComputeDType::F32)]
 #[case(Sharding::Resident, true, ComputeDType::Bf16)]
+#[case(Sharding::Full, false, ComputeDType::F32)]
+#[case(Sharding::Full, true, ComputeDType::F32)]
+#[case(Sharding::Full, true, ComputeDType::Bf16)]
 fn what_ranks_divide_is_that_of_one_rank(
     #[case] sharding: Sharding,
     #[case] with_adapters: bool,
@@ -302,26 +315,44 @@ fn files_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Checks that checkpoints of ranks that divide gradients and f32 weights are byte for byte those
-/// of ranks that divide the state of the optimizer.
-fn assert_resident_is_optimizer(
+/// Checks that checkpoints of ranks that divide other things are byte for byte the same.
+fn assert_same_files(
+    shardings: &[Sharding],
     config: &TrainConfig,
     parts: impl Fn(TrainConfig) -> TrainerParts + Sync,
 ) {
     for world_size in 1..=5 {
-        let [optimizer, resident] = [Sharding::Optimizer, Sharding::Resident].map(|sharding| {
+        let mut found = shardings.iter().map(|&sharding| {
             let config = TrainConfig {
                 sharding,
                 ..config.clone()
             };
             files_after(world_size, &config, &parts)
         });
-        assert_eq!(optimizer.0, resident.0, "{world_size} ranks");
-        assert!(optimizer.1.len() > 2);
-        for ((name, expected), (_, found)) in optimizer.1.iter().zip(&resident.1) {
-            assert!(found == expected, "{name} of {world_size} ranks");
+        let expected = found.next().unwrap();
+        assert!(expected.1.len() > 2);
+        for (found, sharding) in found.zip(&shardings[1..]) {
+            assert_eq!(expected.0, found.0, "{world_size} ranks, {sharding:?}");
+            assert_eq!(expected.1.len(), found.1.len());
+            for ((name, expected), (_, found)) in expected.1.iter().zip(&found.1) {
+                assert!(
+                    found == expected,
+                    "{name} of {world_size} ranks, {sharding:?}"
+                );
+            }
         }
     }
+}
+
+/// Checks that checkpoints of ranks that divide gradients, and of those that divide the weights
+/// that they compute with, are byte for byte those of ranks that divide the state of the
+/// optimizer.
+fn assert_resident_is_optimizer(
+    config: &TrainConfig,
+    parts: impl Fn(TrainConfig) -> TrainerParts + Sync,
+) {
+    let all = [Sharding::Optimizer, Sharding::Resident, Sharding::Full];
+    assert_same_files(&all, config, parts);
 }
 
 /// Each rank has one micro-batch in an update, so that both sum gradients in the same order.
@@ -396,6 +427,208 @@ fn f32_weights_that_ranks_divide_move_as_whole_ones(
     );
 }
 
+/// Both compute with rounded weights. With a reference, whose weights are divided as well, and a
+/// critic.
+#[rstest]
+fn weights_that_ranks_divide_have_the_bits_of_resident_ones(
+    #[values(ComputeDType::Bf16, ComputeDType::F16)] compute_dtype: ComputeDType,
+    #[values(StateForm::F32, StateForm::Blocks8)] state: StateForm,
+) {
+    stay_on_cpu();
+    let mut config = in_one_micro_batch(with_critic());
+    config.compute_dtype = compute_dtype;
+    config.optimizer.state = state;
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
+    let both = [Sharding::Resident, Sharding::Full];
+    assert_same_files(&both, &config, |config| parts(digest, config));
+}
+
+/// In several micro-batches, of which ranks have different numbers, and with recomputed blocks.
+#[test]
+fn weights_that_ranks_divide_are_gathered_in_every_pass() {
+    stay_on_cpu();
+    let config = TrainConfig {
+        micro_batch_size: TrainConfig::default().micro_batch_size,
+        micro_batch_tokens: Some(30.into()),
+        activation_checkpointing: true.into(),
+        top_entropy: Some(0.5),
+        ..config(advantage(r#"{"name": "optimal_token_baseline"}"#))
+    };
+    let both = [Sharding::Resident, Sharding::Full];
+    assert_same_files(&both, &config, |config| parts(digest, config));
+}
+
+/// A teacher in this process whose weights the ranks divide, with rows that all ranks share.
+#[test]
+fn a_teacher_that_ranks_divide_is_that_of_one_rank() {
+    stay_on_cpu();
+    let mut config = TrainConfig {
+        sharding: Sharding::Full,
+        ..config(Recipe::grpo())
+    };
+    config.recipe.policy_loss.distillation = Some(TeacherTerm::new(0.5));
+    let steps = |collective: Option<Arc<dyn Collective>>| {
+        let mut teacher = Parameters::init(&model(), 9, device()).unwrap();
+        let division = collective.as_ref();
+        if let Some(division) = division.and_then(|ranks| config.teacher_division(ranks)) {
+            teacher = teacher.divided(&division).unwrap();
+        }
+        let teacher = Reference::shared(&model(), &teacher, ComputeDType::F32).unwrap();
+        let mut parts = TrainerParts {
+            teacher: Some(TeacherPart::other(teacher)),
+            ..parts(digest, config.clone())
+        };
+        if let Some(collective) = collective {
+            parts.collective = collective;
+        }
+        run(&mut trainer_of(parts), 3)
+    };
+    let alone = steps(None);
+    for found in on_ranks(3, |collective| steps(Some(collective))) {
+        assert_run_close(&found, &alone);
+    }
+}
+
+#[rstest]
+#[case::quantized(
+    |config: &mut TrainConfig| {
+        config.adapters = Some(LoraConfig::all_linear(2, 4.));
+        config.base_weights = BaseWeights::Q8_0;
+    },
+    "base_weights: q8_0, must be dense with sharding: full, which divides numbers, not blocks of them"
+)]
+#[case::ahead(
+    |config: &mut TrainConfig| config.rollout.max_staleness = 1,
+    "rollout.max_staleness: 1, must be 0 with sharding: full, because a thread that samples ahead copies all weights"
+)]
+#[case::another_dtype(
+    |config: &mut TrainConfig| config.rollout.dtype = Some(ComputeDType::Bf16),
+    "rollout.dtype: bf16, must be absent with sharding: full, because a copy in another dtype is not divided"
+)]
+#[case::a_reference_that_follows(
+    |config: &mut TrainConfig| config.reference_refresh = Some(ReferenceRefresh { every_steps: 1, alpha: 1. }),
+    "sharding: full, must be none or optimizer with reference_refresh, which reads whole weights"
+)]
+fn settings_that_need_whole_weights_are_refused(
+    #[case] change: fn(&mut TrainConfig),
+    #[case] expected: &str,
+) {
+    let mut config = TrainConfig {
+        sharding: Sharding::Full,
+        ..config(Recipe::grpo())
+    };
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    config.validate().unwrap();
+    change(&mut config);
+    assert_eq!(config.validate().unwrap_err().to_string(), expected);
+}
+
+/// Fails in one of the calls that gather weights.
+struct Failing {
+    ranks: Arc<dyn Collective>,
+    /// The number of calls before the one that fails.
+    left: AtomicUsize,
+}
+
+impl Collective for Failing {
+    fn rank(&self) -> usize {
+        self.ranks.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.ranks.world_size()
+    }
+
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> candle_core::Result<()> {
+        self.ranks.all_reduce_sum(tensors)
+    }
+
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> candle_core::Result<()> {
+        self.ranks.reduce_scatter_sum(tensors)
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> candle_core::Result<()> {
+        if tensors.iter().any(|tensor| tensor.dtype() == DType::BF16) {
+            let left = self
+                .left
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| {
+                    Some(left.saturating_sub(1))
+                });
+            if left == Ok(1) {
+                candle_core::bail!("another rank has ended");
+            }
+        }
+        self.ranks.all_gather(tensors)
+    }
+
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> candle_core::Result<()> {
+        self.ranks.broadcast(tensors, root)
+    }
+
+    fn barrier(&self) -> candle_core::Result<()> {
+        self.ranks.barrier()
+    }
+}
+
+/// A failed operation is one of all ranks: while completions are drawn, in a pass without
+/// gradients, forward or backward. The next step finds the weights as they were.
+#[test]
+fn a_gather_that_fails_ends_the_step() {
+    stay_on_cpu();
+    let config = TrainConfig {
+        sharding: Sharding::Full,
+        compute_dtype: ComputeDType::Bf16,
+        ..in_one_micro_batch(config(Recipe::grpo()))
+    };
+    let steps = |failing: Option<usize>| {
+        on_ranks(2, |collective| {
+            let ranks = Arc::new(Failing {
+                ranks: collective,
+                left: AtomicUsize::new(0),
+            });
+            let mut trainer = trainer_of(TrainerParts {
+                collective: Arc::clone(&ranks) as Arc<dyn Collective>,
+                ..parts(digest, config.clone())
+            });
+            let error = failing.map(|failing| {
+                ranks.left.store(failing, Ordering::SeqCst);
+                let error = trainer
+                    .step()
+                    .map(drop)
+                    .map_err(|error| format!("{error:#}"));
+                ranks.left.store(0, Ordering::SeqCst);
+                error
+            });
+            let next = trainer.step().ok();
+            (
+                error,
+                next.map(|_| values(&trainer.policy_parameters().unwrap())),
+            )
+        })
+    };
+    let expected = steps(None)[0].1.clone().unwrap();
+    let mut failed = 0;
+    for failing in 1..200 {
+        let found = steps(Some(failing));
+        let Some(Err(error)) = &found[0].0 else {
+            break;
+        };
+        assert!(error.contains("another rank has ended"), "{error}");
+        assert!(matches!(&found[1].0, Some(Err(_))));
+        // A step that has changed weights cannot be repeated.
+        for (_, next) in &found {
+            assert!(next.as_ref().is_none_or(|next| *next == expected));
+        }
+        failed += 1;
+    }
+    // All weights, and each of two blocks, embedding, norm and output layer in each pass.
+    assert!((12..199).contains(&failed), "{failed}");
+}
+
 #[test]
 fn resident_shards_round_bf16_master_weights_as_a_divided_optimizer() {
     stay_on_cpu();
@@ -442,7 +675,7 @@ fn resident_shards_of_a_larger_model_have_the_bits_of_a_divided_optimizer(
 
 #[rstest]
 fn checkpoints_resume_on_another_number_of_ranks_that_divide_other_things(
-    #[values(Sharding::Optimizer, Sharding::Resident)] sharding: Sharding,
+    #[values(Sharding::Optimizer, Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) {
     stay_on_cpu();
     let build = |collective, sharding| {
@@ -466,6 +699,7 @@ fn checkpoints_resume_on_another_number_of_ranks_that_divide_other_things(
         (1, Sharding::None),
         (2, Sharding::Optimizer),
         (4, Sharding::Resident),
+        (5, Sharding::Full),
         (3, sharding),
     ] {
         let resumed = on_ranks(world_size, |collective| {
@@ -484,11 +718,12 @@ fn checkpoints_resume_on_another_number_of_ranks_that_divide_other_things(
 #[rstest]
 fn a_checkpoint_is_the_same_on_any_number_of_ranks(
     #[values(MasterWeights::F32, MasterWeights::Bf16)] master_weights: MasterWeights,
+    #[values(Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) {
     stay_on_cpu();
     let mut config = TrainConfig {
         compute_dtype: ComputeDType::Bf16,
-        sharding: Sharding::Resident,
+        sharding,
         ..config(Recipe::grpo())
     };
     config.optimizer.master_weights = master_weights;
@@ -521,12 +756,14 @@ fn a_checkpoint_is_the_same_on_any_number_of_ranks(
 }
 
 /// In bf16, where ranks divide the f32 weights: a run that resumes ends with the same bytes.
-#[test]
-fn f32_weights_that_ranks_divide_are_those_of_a_checkpoint() {
+#[rstest]
+fn f32_weights_that_ranks_divide_are_those_of_a_checkpoint(
+    #[values(Sharding::Resident, Sharding::Full)] sharding: Sharding,
+) {
     stay_on_cpu();
     let config = TrainConfig {
         compute_dtype: ComputeDType::Bf16,
-        sharding: Sharding::Resident,
+        sharding,
         ..in_one_micro_batch(with_critic())
     };
     let build = |collective| {
@@ -573,12 +810,14 @@ fn f32_weights_that_ranks_divide_are_those_of_a_checkpoint() {
 }
 
 /// Its decoder has the f32 weights of the policy, which ranks have divided and rounded.
-#[test]
-fn a_critic_starts_from_the_f32_weights_that_ranks_divide() {
+#[rstest]
+fn a_critic_starts_from_the_f32_weights_that_ranks_divide(
+    #[values(Sharding::Resident, Sharding::Full)] sharding: Sharding,
+) {
     stay_on_cpu();
     let config = TrainConfig {
         compute_dtype: ComputeDType::Bf16,
-        sharding: Sharding::Resident,
+        sharding,
         ..with_critic()
     };
     let start = values(&parameters());
@@ -696,7 +935,7 @@ fn adapters_are_those_of_one_rank() {
 
 #[rstest]
 fn a_rank_without_a_sequence_takes_part(
-    #[values(Sharding::None, Sharding::Resident)] sharding: Sharding,
+    #[values(Sharding::None, Sharding::Resident, Sharding::Full)] sharding: Sharding,
 ) {
     stay_on_cpu();
     let config = TrainConfig {
@@ -895,8 +1134,8 @@ fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
     assert_run_close(&runs[0], &alone);
 }
 
-#[test]
-fn an_evaluation_is_that_of_one_rank() {
+#[rstest]
+fn an_evaluation_is_that_of_one_rank(#[values(Sharding::None, Sharding::Full)] sharding: Sharding) {
     stay_on_cpu();
     let held_out = prompts(&["a", "bb", "cde"]);
     let evaluated = |trainer: Trainer| {
@@ -911,7 +1150,13 @@ fn an_evaluation_is_that_of_one_rank() {
         )
         .unwrap()
     };
-    let build = || parts(share_of_a, config(Recipe::grpo()));
+    let build = || {
+        let config = TrainConfig {
+            sharding,
+            ..config(Recipe::grpo())
+        };
+        parts(share_of_a, config)
+    };
     let alone = evaluated(trainer_of(build()));
     for world_size in [2, 5] {
         for found in on_ranks(world_size, |collective| {
@@ -979,8 +1224,10 @@ impl Generator for Shared {
     }
 }
 
-#[test]
-fn an_engine_of_all_ranks_is_driven_by_the_first() {
+#[rstest]
+fn an_engine_of_all_ranks_is_driven_by_the_first(
+    #[values(Sharding::None, Sharding::Full)] sharding: Sharding,
+) {
     stay_on_cpu();
     let calls = on_ranks(2, |collective| {
         let shared = Arc::new(Shared {
@@ -991,7 +1238,13 @@ fn an_engine_of_all_ranks_is_driven_by_the_first() {
         let mut trainer = trainer_of(TrainerParts {
             generator: Some(Arc::clone(&shared) as Arc<dyn Generator>),
             collective,
-            ..parts(digest, config(Recipe::grpo()))
+            ..parts(
+                digest,
+                TrainConfig {
+                    sharding,
+                    ..config(Recipe::grpo())
+                },
+            )
         });
         let found = run(&mut trainer, 2);
         let sampler = trainer.sampler(SamplingConfig { ..sampling() }).unwrap();

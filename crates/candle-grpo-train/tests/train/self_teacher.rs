@@ -362,7 +362,7 @@ fn the_plan_of_memory_has_the_copy() {
             refresh,
             ..SelfTeacherConfig::default()
         };
-        let with = |tokens| plan.with_self_teacher(&model(), &config, (&teacher, tokens));
+        let with = |tokens| plan.with_self_teacher(&model(), &config, (&teacher, tokens), 1);
         let short = with(3).unwrap();
         assert_eq!(short.teacher, bytes, "{refresh:?}");
         assert_eq!(short.peak(), plan.peak() + bytes);
@@ -664,10 +664,44 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
         refresh: refresh(1, 0.5),
         ..source(Some("a"), None)
     };
-    let words = "refresh: given, must be absent with sharding: resident, as it reads f32 weights";
+    let full = TrainConfig {
+        sharding: Sharding::Full,
+        ..two_terms()
+    };
+    let words = "refresh: given, must be absent with sharding: full, as it reads whole weights";
+    assert_eq!(message(follows.validate(&full)), words);
+    source(Some("a"), None).validate(&full).unwrap();
+    let mut distilled = full.clone();
+    distilled.recipe.distillation_loss = Some(DistillationLoss::default());
+    let words = "recipe.distillation_loss: given, must be absent with sharding: full and the policy as a teacher, whose output layer is divided";
+    assert_eq!(message(source(Some("a"), None).validate(&distilled)), words);
+    follows.validate(&with_adapters(full)).unwrap();
+    let words = "refresh: given, must be absent with sharding: resident, as it reads whole weights";
     assert_eq!(message(follows.validate(&divided)), words);
     source(Some("a"), None).validate(&divided).unwrap();
     follows.validate(&with_adapters(divided)).unwrap();
+}
+
+/// Its weights and those of the reference are divided as well. A teacher of adapters that follows
+/// the policy shares them.
+#[rstest]
+#[case::frozen(two_terms(), None)]
+#[case::under_adapters(with_adapters(two_terms()), None)]
+#[case::adapters_that_it_follows(with_adapters(two_terms()), refresh(1, 0.5))]
+fn ranks_that_divide_all_weights_have_the_steps_of_one_rank(
+    #[case] config: TrainConfig,
+    #[case] refresh: Option<ReferenceRefresh>,
+) {
+    stay_on_cpu();
+    let config = TrainConfig {
+        sharding: Sharding::Full,
+        ..config
+    };
+    let build = || TrainerParts {
+        teacher: Some(reading("b{prompt}", refresh)),
+        ..parts(digest, config.clone())
+    };
+    assert_ranks_agree(&[2, 3], build, 3);
 }
 
 /// Master weights in bf16 are averaged in f32.

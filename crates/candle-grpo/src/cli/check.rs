@@ -519,6 +519,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         ("activations", plan.activations),
         ("sampling", plan.sampling),
         ("evaluation", plan.evaluation),
+        ("weights to draw from", plan.held),
         ("packed weights", plan.packed),
         ("allocator", plan.allocator),
         ("program and tokenizer", plan.program),

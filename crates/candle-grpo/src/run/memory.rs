@@ -247,7 +247,12 @@ impl ThisProcess {
     ) -> Result<Vec<(Sharding, MemoryPlan)>> {
         let all: &[Sharding] = match self.ranks {
             1 => &[],
-            _ => &[Sharding::None, Sharding::Optimizer, Sharding::Resident],
+            _ => &[
+                Sharding::None,
+                Sharding::Optimizer,
+                Sharding::Resident,
+                Sharding::Full,
+            ],
         };
         let plans = all
             .iter()
@@ -384,12 +389,13 @@ mod tests {
     use super::*;
     use rstest::rstest;
 
-    /// Peaks of 30, 20 and 10 MiB.
+    /// Peaks of 30, 20, 10 and 5 MiB.
     #[rstest]
     #[case::all_fit(30, "sharding: optimizer fits into 30 MiB (max_memory_mib)")]
     #[case::two_fit(20, "sharding: optimizer fits into 20 MiB (max_memory_mib)")]
-    #[case::one_fits(19, "sharding: resident fits into 19 MiB (max_memory_mib)")]
-    #[case::none_fits(9, "no sharding fits into 9 MiB (max_memory_mib)")]
+    #[case::not_that_of_the_optimizer(19, "sharding: resident fits into 19 MiB (max_memory_mib)")]
+    #[case::the_last_one_fits(9, "sharding: full fits into 9 MiB (max_memory_mib)")]
+    #[case::none_fits(4, "no sharding fits into 4 MiB (max_memory_mib)")]
     fn ranks_divide_no_more_than_they_need_to_fit(#[case] mib: usize, #[case] expected: &str) {
         let plan = |sharding, mib: usize| {
             let weights = mib << 20;
@@ -401,6 +407,7 @@ mod tests {
                 plan(Sharding::None, 30),
                 plan(Sharding::Optimizer, 20),
                 plan(Sharding::Resident, 10),
+                plan(Sharding::Full, 5),
             ],
             budget: MemoryBudget::of(Some(mib), 8).unwrap(),
         };

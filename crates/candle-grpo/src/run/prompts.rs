@@ -145,11 +145,14 @@ impl RunPrompts {
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
         let lengths = (longest_prompt, longest_row);
         let plan = MemoryPlan::of_rank(model, train, lengths, world_size)?;
-        let dtype = train.compute_dtype;
         let teachers = self.teachers.iter();
-        let plan = teachers.fold(plan, |plan, teacher| plan.with_teacher(teacher, dtype));
+        let plan = teachers.fold(plan, |plan, teacher| {
+            plan.with_teacher(teacher, train, world_size)
+        });
         match &self.self_teacher {
-            Some((teacher, prompt)) => plan.with_self_teacher(model, train, (teacher, *prompt)),
+            Some((teacher, prompt)) => {
+                plan.with_self_teacher(model, train, (teacher, *prompt), world_size)
+            }
             None => Ok(plan),
         }
     }

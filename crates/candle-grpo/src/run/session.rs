@@ -160,7 +160,7 @@ impl Session {
         let environments = environment
             .map(|config| trajectories(config, &pretrained, &stop_token_ids))
             .transpose()?;
-        let teacher = load_teacher(&config, &prompts.train, longest, &pretrained)?;
+        let teacher = load_teacher(&config, &prompts.train, longest, &pretrained, &collective)?;
         let held_out = mem::take(&mut prompts.held_out);
         let mut trainer = Trainer::new(TrainerParts {
             collective,

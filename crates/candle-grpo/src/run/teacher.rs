@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use candle_grpo_collective::Collective;
 use candle_grpo_nn::{BaseWeights, DecoderConfig};
 use candle_grpo_train::learn::{Reference, SelfTeacherConfig, Teacher, TeacherPart, teacher_name};
 use candle_grpo_train::rollout::RolloutConfig;
@@ -160,7 +161,7 @@ pub(super) fn self_teacher(
 }
 
 /// Loads a run's teachers, if it has any, for rows with up to `longest_row` tokens. `policy` is the
-/// model that trains.
+/// model that trains on the ranks in `collective`.
 ///
 /// # Errors
 ///
@@ -171,6 +172,7 @@ pub(super) fn load_teacher(
     prompts: &[Prompt],
     longest_row: usize,
     policy: &Pretrained,
+    collective: &Arc<dyn Collective>,
 ) -> Result<Option<TeacherPart>> {
     let Some(teacher) = &config.teacher else {
         return Ok(None);
@@ -191,7 +193,7 @@ pub(super) fn load_teacher(
                 TeacherPart::Other(teacher.map_err(|error| wrong("server", error))?)
             }
             (Some(model), ..) => {
-                let loaded = load_model(config, model, longest_row, policy);
+                let loaded = load_model(config, model, longest_row, policy, collective);
                 TeacherPart::other(loaded.map_err(|error| wrong("model", error))?)
             }
             (None, None, None) => return Ok(None),
@@ -215,10 +217,15 @@ fn load_model(
     model: &Path,
     longest_row: usize,
     policy: &Pretrained,
+    collective: &Arc<dyn Collective>,
 ) -> Result<Reference> {
     let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
     let device = policy.parameters.device();
-    let teacher = Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?;
+    let division = config.train.teacher_division(collective);
+    let teacher = match &division {
+        Some(division) => Pretrained::load_divided(&path, device, division)?,
+        None => Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?,
+    };
     let shape = teacher.model.for_rows_of(longest_row);
     Reference::shared(&shape, &teacher.parameters, dtype)
 }

@@ -123,10 +123,12 @@ fn check_prints_what_each_rank_needs() {
     ] {
         let (own, all) = peaks(&printed);
         let names: Vec<&str> = all.iter().map(|(sharding, _)| sharding.as_str()).collect();
-        assert_eq!(names, ["none", "optimizer", "resident"], "{printed}");
+        let expected = ["none", "optimizer", "resident", "full"];
+        assert_eq!(names, expected, "{printed}");
         // What the ranks of the run divide.
         assert_eq!(own, all[2].1, "{printed}");
-        assert!(all.is_sorted_by(|a, b| a.1 >= b.1), "{printed}");
+        // To draw, ranks that divide all weights gather them beside their parts.
+        assert!(all[..3].is_sorted_by(|a, b| a.1 >= b.1), "{printed}");
         let words = "Of these, sharding: optimizer fits into 8192 MiB (max_memory_mib).\n";
         assert!(printed.contains(words), "{printed}");
     }

@@ -6,7 +6,7 @@ use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{Mask, MetricValue, MetricValues};
 use candle_grpo_loss::{EntropyTokens, RolloutCorrection};
-use candle_grpo_nn::ModelConfig;
+use candle_grpo_nn::{LanguageModel, ModelConfig};
 
 use super::{Needs, Passes, StepBatch, single};
 use crate::learn::models::Models;
@@ -47,6 +47,7 @@ pub fn signals<C: ModelConfig>(
             } else {
                 passes.at_once()
             };
+            let parts = parts.over(policy.divided());
             let forward = |part: &_| policy.log_probs(part, temperature, parts.progress);
             parts.map(tokens, forward)
         };
@@ -89,7 +90,10 @@ pub fn signals<C: ModelConfig>(
                 })
             }
             Source::Critic => match &models.critic {
-                Some(critic) => Some(passes.map(tokens, |part| critic.values(part))?),
+                Some(critic) => {
+                    let passes = passes.over(critic.divided());
+                    Some(passes.map(tokens, |part| critic.values(part))?)
+                }
                 None => absent(input, "critic")?,
             },
             Source::Inputs => of_inputs(batch, input, config)?,
@@ -149,6 +153,7 @@ fn of_policy<C: ModelConfig>(
     passes: Passes<'_>,
 ) -> Result<Option<Tensor>> {
     let (actor, tokens) = (&models.actor, &batch.tokens);
+    let passes = passes.over(actor.policy().divided());
     let other = match input {
         Input::OldLogProbs => Some(Input::Entropy),
         Input::Entropy => Some(Input::OldLogProbs),

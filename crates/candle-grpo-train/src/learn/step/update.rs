@@ -9,7 +9,7 @@ use candle_grpo_core::inputs::Input;
 use candle_grpo_core::validate::{Name, check};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{Aggregation, PolicyBatch, StepTotals, TokenLoss};
-use candle_grpo_nn::ModelConfig;
+use candle_grpo_nn::{LanguageModel, ModelConfig};
 
 use super::{Passes, StepBatch, single};
 use crate::learn::demonstrations::{Demonstrations, demonstration_metrics};
@@ -316,7 +316,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         }
         if needs.contains(Input::SelectedTokens) {
             let actor = &self.models.actor;
-            let passes = self.passes_of_update();
+            let passes = self.passes_of_update().over(actor.policy().divided());
             let log_probs = passes.map(tokens, |piece| actor.log_probs(piece))?;
             let current = policy.clone().log_probs(&log_probs);
             policy.selected_tokens = policy_loss.select_tokens(&current, seed)?;

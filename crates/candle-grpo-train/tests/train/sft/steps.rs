@@ -289,6 +289,41 @@ fn the_steps_of_ranks_are_those_of_one_rank(#[case] config: SftConfig) {
     }
 }
 
+/// Their weights are compared in checkpoints.
+#[rstest]
+#[case::all_weights(None)]
+#[case::adapters(Some(LoraConfig::all_linear(2, 4.)))]
+fn ranks_that_divide_all_weights_have_the_steps_of_one_rank(#[case] adapters: Option<LoraConfig>) {
+    stay_on_cpu();
+    let config = SftConfig {
+        adapters,
+        sharding: Sharding::Full,
+        ..config()
+    };
+    let mut alone = trainer(config.clone());
+    let expected = run(&mut alone, 6);
+    let loss = alone.evaluate(&examples()).unwrap().mean_loss();
+    for world_size in [2, 3, 5] {
+        let ranks = on_ranks(world_size, |collective| {
+            let mut trainer = SftTrainer::new(SftParts {
+                collective,
+                ..parts(config.clone())
+            })
+            .unwrap();
+            assert!(trainer.actor().parameters().is_full());
+            let metrics = run(&mut trainer, 6);
+            trainer.ensure_equal_ranks().unwrap();
+            let loss = trainer.evaluate(&examples()).unwrap().mean_loss();
+            (metrics, loss)
+        });
+        for (metrics, of_rank) in &ranks {
+            assert_eq!(metrics, &ranks[0].0);
+            assert_close(metrics, &expected);
+            assert!((of_rank - loss).abs() < 1e-4, "{of_rank}, must be {loss}");
+        }
+    }
+}
+
 #[test]
 fn experts_report_the_balance_of_a_step() {
     let model = model_with_experts();
