@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    CpuStorage, CudaStorage, InplaceOp1, Layout, MetalStorage, Result, Tensor, Var, bail,
+    CpuStorage, CudaStorage, DType, Device, Error, InplaceOp1, Layout, MetalStorage, Result,
+    Tensor, Var, bail,
 };
 
 use crate::weights::shard::Shard;
@@ -19,6 +21,8 @@ use crate::weights::shard::Shard;
 pub(crate) struct DividedWeights {
     shard: Shard,
     weights: Mutex<BTreeMap<String, Weight>>,
+    /// True on rank 0 while the other ranks [answer](Self::answer) what it asks for.
+    asks: AtomicBool,
 }
 
 /// A weight that ranks divide.
@@ -36,6 +40,7 @@ impl DividedWeights {
         Self {
             shard,
             weights: Mutex::default(),
+            asks: AtomicBool::new(false),
         }
     }
 
@@ -81,23 +86,18 @@ impl DividedWeights {
         let mut weights = self.lock();
         let mut to_gather = Vec::new();
         for name in &**names {
-            let Some(weight) = weights.get(name) else {
-                bail!("weights: no {name}, must have it");
-            };
-            if weight.holders == 0 {
-                to_gather.push((weight.own.as_detached_tensor(), weight.whole.clone()));
+            match weights.get(name) {
+                Some(weight) if weight.holders == 0 => to_gather.push(name),
+                Some(_) => {}
+                None => bail!("weights: no {name}, must have it"),
             }
         }
-        let gather = || {
-            for (_, whole) in &to_gather {
-                resize(whole, whole.elem_count())?;
-            }
-            self.shard.gather_all(&to_gather)
-        };
-        if let Err(error) = gather() {
-            to_gather.iter().try_for_each(|(_, whole)| free(whole))?;
-            return Err(error);
+        if self.asks() && !to_gather.is_empty() {
+            let index = |name: &&String| weights.keys().position(|other| other == *name);
+            let indices = to_gather.iter().filter_map(index);
+            self.ask_to_gather(indices.map(|index| index as i64).collect())?;
         }
+        self.gather(to_gather.iter().filter_map(|name| weights.get(*name)))?;
         for name in &**names {
             if let Some(weight) = weights.get_mut(name) {
                 weight.holders += 1;
@@ -107,6 +107,59 @@ impl DividedWeights {
             weights: Arc::clone(self),
             names: Arc::clone(names),
         })
+    }
+
+    /// Gives these weights memory, and gathers them.
+    fn gather<'w>(&self, weights: impl Iterator<Item = &'w Weight>) -> Result<()> {
+        let parts = weights.map(|weight| (weight.own.as_detached_tensor(), weight.whole.clone()));
+        let parts: Vec<_> = parts.collect();
+        let gather = || {
+            for (_, whole) in &parts {
+                resize(whole, whole.elem_count())?;
+            }
+            self.shard.gather_all(&parts)
+        };
+        if let Err(error) = gather() {
+            parts.iter().try_for_each(|(_, whole)| free(whole))?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Returns whether this is rank 0, and the other ranks answer what it asks for.
+    pub(crate) fn asks(&self) -> bool {
+        self.asks.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_asks(&self, asks: bool) {
+        self.asks.store(asks, Ordering::SeqCst);
+    }
+
+    /// Asks the other ranks to gather the weights with these indices.
+    fn ask_to_gather(&self, indices: Vec<i64>) -> Result<()> {
+        Request::Gather(indices.len()).exchange(&self.shard)?;
+        let count = indices.len();
+        let indices = Tensor::from_vec(indices, count, &Device::Cpu)?;
+        self.shard.collective.broadcast(&[&indices], 0)
+    }
+
+    /// Takes part in [`Self::hold`] on rank 0, which asks for this number of weights.
+    pub(crate) fn answer(&self, count: usize) -> Result<()> {
+        let indices = Tensor::zeros(count, DType::I64, &Device::Cpu)?;
+        self.shard.collective.broadcast(&[&indices], 0)?;
+        let weights = self.lock();
+        let asked = indices.to_vec1::<i64>()?.into_iter().map(|index| {
+            let weight = usize::try_from(index).ok();
+            let weight = weight.and_then(|index| weights.values().nth(index));
+            weight.ok_or_else(|| {
+                Error::msg(format!(
+                    "weights: rank 0 gathers number {index}, must be one of them"
+                ))
+            })
+        });
+        let asked = asked.collect::<Result<Vec<_>>>()?;
+        self.gather(asked.iter().copied())?;
+        asked.iter().try_for_each(|weight| free(&weight.whole))
     }
 
     /// Returns whether the weight of this name is held, or not divided.
@@ -145,6 +198,37 @@ impl fmt::Debug for DividedWeights {
             self.lock().len(),
             self.shard
         )
+    }
+}
+
+/// A request of rank 0 to the other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// The weight with this index, to export it.
+    Export(usize),
+    /// To gather this number of weights, whose indices follow.
+    Gather(usize),
+    /// Nothing more.
+    End,
+}
+
+impl Request {
+    /// Sends rank 0's request to all ranks, and returns it.
+    pub(crate) fn exchange(self, shard: &Shard) -> Result<Self> {
+        let (kind, number) = match self {
+            Self::Export(index) => (0, index),
+            Self::Gather(count) => (1, count),
+            Self::End => (2, 0),
+        };
+        let message = Tensor::new(&[kind, number as i64], &Device::Cpu)?;
+        shard.collective.broadcast(&[&message], 0)?;
+        let message = message.to_vec1::<i64>()?;
+        let number = usize::try_from(message[1]).unwrap_or(usize::MAX);
+        Ok(match message[0] {
+            0 => Self::Export(number),
+            1 => Self::Gather(number),
+            _ => Self::End,
+        })
     }
 }
 

@@ -152,10 +152,11 @@ impl<'a> Export<'a> {
         let Some(weight) = self.parameters.get(name) else {
             bail!("parameters: no {name}, must have it");
         };
-        if !self.has_masters {
+        let is_gathered = self.has_masters || self.parameters.asks();
+        if !is_gathered {
             self.parameters.ensure_held(name)?;
         }
-        let master = if self.has_masters {
+        let master = if is_gathered {
             self.parameters.gathered(name)?
         } else {
             None

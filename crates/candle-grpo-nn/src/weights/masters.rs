@@ -159,14 +159,4 @@ impl Masters {
         self.shard().gather(&kept, &whole, elements)?;
         whole.reshape(variable.shape())
     }
-
-    /// Sends rank 0's `request` to all ranks: the index of a weight to gather, or [`END`].
-    pub(crate) fn request(&self, request: i64) -> Result<i64> {
-        let message = Tensor::new(&[request], &Device::Cpu)?;
-        self.shard().collective.broadcast(&[&message], 0)?;
-        Ok(message.to_vec1::<i64>()?[0])
-    }
 }
-
-/// The [request](Masters::request) after the last one.
-pub(crate) const END: i64 = -1;

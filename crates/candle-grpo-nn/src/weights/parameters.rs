@@ -15,8 +15,8 @@ use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
 use crate::weights::check::{
     check_finite, check_headers, check_names, reduce_to_parameters, text_model,
 };
-use crate::weights::divided_weights::DividedWeights;
-use crate::weights::masters::{END, Masters, WeightDivision};
+use crate::weights::divided_weights::{DividedWeights, Request};
+use crate::weights::masters::{Masters, WeightDivision};
 use crate::weights::safetensors;
 use crate::weights::shard::Shard;
 use crate::weights::standard_normal::StandardNormal;
@@ -515,7 +515,8 @@ impl Parameters {
             bail!("weights: gathered by rank {rank}, must be by rank 0");
         }
         let index = self.variables.keys().position(|other| other == name);
-        masters.request(index.map_or(END, |index| index as i64))?;
+        let request = index.map_or(Request::End, Request::Export);
+        request.exchange(masters.shard())?;
         masters.gather(name, variable).map(Some)
     }
 
@@ -536,6 +537,29 @@ impl Parameters {
         }
     }
 
+    /// Lets rank 0 export weights, and make passes of models over them, alone: it asks for each of
+    /// them until it [ends](Self::end_exports) the exports, while all other ranks
+    /// [take part](Self::take_part_in_export). Does nothing unless ranks divide
+    /// [all weights](Self::is_full).
+    pub fn begin_requests(&self) {
+        if let Some(weights) = self.divided_weights() {
+            weights.set_asks(true);
+        }
+    }
+
+    /// Returns whether rank 0 [asks](Self::begin_requests) for weights that ranks divide.
+    pub(crate) fn asks(&self) -> bool {
+        let weights = self.divided_weights();
+        weights.is_some_and(|weights| weights.asks())
+    }
+
+    /// Returns whether rank 0 must [ask](Self::begin_requests) for weights: ranks divide
+    /// [all of them](Self::is_full), and they are not held.
+    pub fn needs_requests(&self) -> bool {
+        let weights = self.divided_weights();
+        weights.is_some_and(|weights| !weights.are_held())
+    }
+
     /// Ends the exports [with masters](Export::with_masters) that the other ranks take part in.
     /// Only rank 0 calls it. Does nothing unless ranks divide the weights.
     ///
@@ -543,8 +567,11 @@ impl Parameters {
     ///
     /// If another rank has ended.
     pub fn end_exports(&self) -> Result<()> {
+        if let Some(weights) = self.divided_weights() {
+            weights.set_asks(false);
+        }
         match &self.masters {
-            Some(masters) => masters.request(END).map(drop),
+            Some(masters) => Request::End.exchange(masters.shard()).map(drop),
             None => Ok(()),
         }
     }
@@ -560,9 +587,16 @@ impl Parameters {
             return Ok(());
         };
         loop {
-            let request = masters.request(END)?;
-            let Ok(index) = usize::try_from(request) else {
-                return Ok(());
+            let index = match Request::End.exchange(masters.shard())? {
+                Request::End => return Ok(()),
+                Request::Gather(count) => {
+                    match masters.weights() {
+                        Some(weights) => weights.answer(count)?,
+                        None => bail!("weights: rank 0 gathers {count}, must divide them"),
+                    }
+                    continue;
+                }
+                Request::Export(index) => index,
             };
             let Some((name, variable)) = self.variables.iter().nth(index) else {
                 bail!("weights: rank 0 exports number {index}, must be one of the parameters");

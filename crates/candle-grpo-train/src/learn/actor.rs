@@ -95,6 +95,7 @@ pub struct Actor<M = Decoder> {
 impl Actor {
     /// Returns a sampler that shares the parameters of this policy. On a GPU it records steps
     /// ([`LocalGenerator::with_recorded_steps`]): no other thread may use the GPU while it samples.
+    /// With [`Sharding::Full`], [hold](Self::hold_weights) the weights meanwhile.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
         self.sampler_of(self.model(), config)
     }

@@ -200,10 +200,19 @@ impl<C: ModelConfig> Collector<C> {
         turn: &mut Turn<'_>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        if self.sampler.takes_weights() {
-            turn.update(&**self.sampler.generator(), weights, progress)
-        } else {
-            Ok(())
+        let update =
+            |turn: &mut Turn<'_>| turn.update(&**self.sampler.generator(), weights, progress);
+        let parameters = weights.parameters;
+        match (self.sampler.takes_weights(), parameters.needs_requests()) {
+            (true, false) => update(turn),
+            (true, true) => {
+                parameters.begin_requests();
+                let updated = update(turn);
+                parameters.end_exports()?;
+                updated
+            }
+            (false, true) => Ok(parameters.take_part_in_export()?),
+            (false, false) => Ok(()),
         }
     }
 
@@ -222,6 +231,15 @@ impl<C: ModelConfig> Collector<C> {
     /// Returns true if the generator draws from the parameters of the policy themselves.
     pub(super) fn shares_weights(&self) -> bool {
         self.sampler.generator().shares_weights()
+    }
+
+    /// Returns whether all ranks must hold the weights that they divide while the generator
+    /// samples. An engine of all ranks gets them from rank 0. It may get adapters again later,
+    /// with the weights under them.
+    pub(super) fn holds_weights(&self) -> bool {
+        let rollout = &self.config.rollout;
+        let is_served = self.sampler.generator().serves_all_ranks();
+        !is_served || self.config.adapters.is_some() && !rollout.is_fixed_policy()
     }
 
     /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.

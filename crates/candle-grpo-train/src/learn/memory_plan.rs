@@ -102,7 +102,8 @@ pub struct MemoryPlan {
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
     /// All weights in the dtype of the computation, which ranks gather while completions are
-    /// drawn, if they divide them. 0 if they do not.
+    /// drawn, if they divide them. 0 if they do not, or if servers draw from all weights that
+    /// train.
     pub held: usize,
     /// Weights of the policy while they are read, before the run, if ranks divide those in f32:
     /// each weight before the next. 0 if they do not.
@@ -205,7 +206,7 @@ impl MemoryPlan {
                 0
             },
             sampling: draws.bytes(model, drawn_in),
-            held: if learning.division.is_full() {
+            held: if learning.division.is_full() && config.holds_weights() {
                 BaseWeights::Dense.num_bytes(model, drawn_in)?
             } else {
                 0

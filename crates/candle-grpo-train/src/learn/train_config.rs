@@ -707,6 +707,13 @@ impl TrainConfig {
         division.flatten()
     }
 
+    /// Returns whether ranks that divide all weights gather them while completions are drawn, here
+    /// or by servers. These may get adapters again, for which the policy is compared with them.
+    pub(super) fn holds_weights(&self) -> bool {
+        let rollout = &self.rollout;
+        rollout.engine.is_local() || rollout.is_fixed_policy() || self.adapters.is_some()
+    }
+
     /// Returns whether ranks divide the weights of teachers, if there are several ranks.
     pub(super) fn divides_teachers(&self) -> bool {
         self.sharding == Sharding::Full && self.recipe.distillation_loss.is_none()

@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::AdvantageEstimator;
-use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, Held, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::collector::{Collect, Collection, Collector};
@@ -144,7 +144,7 @@ impl<C: ModelConfig> Trainer<C> {
             self.teachers_answer = true;
         }
         self.collector.generator.release();
-        let held = self.models.actor.hold_weights()?;
+        let held = self.hold_weights(self.collector.holds_weights())?;
         let weights = self.models.weights(self.version());
         let mut collection = self.source.collect(&weights, &self.state)?;
         drop(held);
@@ -305,7 +305,8 @@ impl<C: ModelConfig> Trainer<C> {
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler<C>> {
-        let held = self.models.actor.hold_weights()?;
+        let is_own = self.config.rollout.is_fixed_policy();
+        let held = self.hold_weights(is_own || self.collector.holds_weights())?;
         let sampler = if self.config.rollout.is_fixed_policy() {
             let sampler = self.models.sampler(sampling)?;
             self.collector.attach(sampler)
@@ -313,6 +314,15 @@ impl<C: ModelConfig> Trainer<C> {
             self.collector.reserve(&self.weights(), sampling)?
         };
         Ok(sampler.holding(held))
+    }
+
+    /// Gathers all weights if ranks divide them and `holds` is true.
+    fn hold_weights(&self, holds: bool) -> Result<Option<Held>> {
+        if holds {
+            self.models.actor.hold_weights()
+        } else {
+            Ok(None)
+        }
     }
 
     /// Returns the completions of the last step, as many as `config` allows, whether or not it

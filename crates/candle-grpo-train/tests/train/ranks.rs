@@ -22,7 +22,7 @@ use candle_grpo_train::learn::{Reference, ReferenceRefresh, TeacherPart};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Pretrained, Progress, Prompt, Sample,
-    SamplingConfig, StepMetrics, TrainConfig, Trainer, TrainerParts, evaluate,
+    SamplingConfig, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainerParts, evaluate,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -1267,4 +1267,69 @@ fn an_engine_of_all_ranks_is_driven_by_the_first(
     assert_eq!(calls[0].0, (vec![5, 5, 3], vec![0, 1, 2]));
     assert_eq!(calls[1].0, (vec![], vec![]));
     assert!(calls[0].1 == calls[1].1);
+}
+
+/// Reads the weights that it gets: to export them, and in a pass of a model. It has no others.
+struct Reading {
+    inner: LocalGenerator,
+    read: Mutex<Vec<(Vec<f32>, Vec<f32>)>>,
+}
+
+impl Generator for Reading {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.inner.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
+        let export = weights.export().in_dtype(DType::BF16);
+        let mut exported = Vec::new();
+        for name in export.names() {
+            let tensor = export.tensor(name)?.to_dtype(DType::F32)?;
+            exported.extend(tensor.flatten_all()?.to_vec1::<f32>()?);
+        }
+        let reference = Reference::shared(weights.model, weights.parameters, ComputeDType::Bf16)?;
+        let batch = TokenBatch::new(&[(&[1, 2], &[3, 4])], &Device::Cpu)?;
+        let log_probs = reference.log_probs(&batch, 1.)?.flatten_all()?.to_vec1()?;
+        self.read.lock().unwrap().push((exported, log_probs));
+        Ok(())
+    }
+
+    fn serves_all_ranks(&self) -> bool {
+        true
+    }
+}
+
+/// Rank 0 passes the weights to an engine, and asks the others for their parts meanwhile.
+#[test]
+fn an_engine_reads_the_weights_that_ranks_divide() {
+    stay_on_cpu();
+    let read = |sharding| {
+        let config = TrainConfig {
+            sharding,
+            compute_dtype: ComputeDType::Bf16,
+            ..in_one_micro_batch(config(Recipe::grpo()))
+        };
+        let mut all = on_ranks(3, |collective| {
+            let reading = Arc::new(Reading {
+                inner: LocalGenerator::new(&model(), &parameters()).unwrap(),
+                read: Mutex::default(),
+            });
+            let mut trainer = trainer_of(TrainerParts {
+                generator: Some(Arc::clone(&reading) as Arc<dyn Generator>),
+                collective,
+                ..parts(digest, config.clone())
+            });
+            for _ in 0..2 {
+                trainer.step().unwrap();
+            }
+            drop(trainer.sampler(sampling()).unwrap());
+            std::mem::take(&mut *reading.read.lock().unwrap())
+        });
+        assert!(all[1].is_empty() && all[2].is_empty());
+        all.swap_remove(0)
+    };
+    let (resident, full) = (read(Sharding::Resident), read(Sharding::Full));
+    assert_eq!(full.len(), 3);
+    assert!(full[0] != full[1] && full[1] != full[2]);
+    assert!(full == resident);
 }

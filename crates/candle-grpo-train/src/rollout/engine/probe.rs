@@ -1,7 +1,7 @@
 //! The probe that compares a server's log-probs with the policy's.
 
 use anyhow::{Result, ensure};
-use candle_grpo_nn::Decoder;
+use candle_grpo_nn::{Decoder, LanguageModel};
 use rand_chacha::rand_core::RngCore;
 
 use super::protocol::Drawn;
@@ -123,7 +123,7 @@ pub(super) fn difference(
         Some(adapters) => adapters.detached_var_builder(weights.parameters)?,
         None => weights.parameters.detached_var_builder(),
     };
-    let decoder = Decoder::new(weights.model, builder)?;
+    let decoder = Decoder::new(weights.model, builder)?.gathering(weights.parameters)?;
     let pairs: Vec<(&[u32], &[u32])> = prompts
         .iter()
         .zip(answers)
