@@ -15,6 +15,7 @@ mod gguf;
 mod golden;
 mod gradients;
 mod instructions;
+mod joined;
 mod lora;
 mod parameters;
 mod recorded;
