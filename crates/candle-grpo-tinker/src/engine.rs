@@ -97,15 +97,20 @@ impl Engine {
             let task = self.task(&id, seq, tasks.len());
             tasks.extend(self.unless_finished(&id, seq, task)?);
         }
-        let mut outcomes = None;
+        let mut outcomes = Vec::new();
         if tasks.len() > 1 {
-            // After a failure, which pass has failed shows alone.
-            outcomes = joined_passes(&mut tasks).ok();
-            if outcomes.is_none() {
-                tasks.iter_mut().for_each(|task| task.actor = None);
+            match joined_passes(&mut tasks) {
+                Ok(found) => outcomes = found,
+                // Alone, only those that cause it fail.
+                Err(error) => {
+                    tracing::info!(
+                        "a shared pass fails, each request is executed alone: {error:#}"
+                    );
+                    tasks.iter_mut().for_each(|task| task.actor = None);
+                }
             }
         }
-        let mut outcomes = outcomes.unwrap_or_default().into_iter();
+        let mut outcomes = outcomes.into_iter();
         for mut task in tasks {
             let (id, seq) = (task.id.clone(), task.seq);
             let published = match outcomes.next() {
@@ -309,7 +314,8 @@ impl Engine {
             Err(error) => format!("{error:#}"),
         };
         if turn.weights().len() > 1 {
-            // Only requests for the weights that fail have no samples.
+            // Alone, only those that cause it fail.
+            tracing::info!("a shared batch fails, each of its weights has its own: {message}");
             queues.keep_pending(&mut turn);
             turn.by_weights()
                 .into_iter()
