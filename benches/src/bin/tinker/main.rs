@@ -243,7 +243,7 @@ fn main() -> Result<()> {
         "| {SESSIONS} models, a request each | one after the other, ms | together, ms | relative |"
     );
     println!("| --- | ---: | ---: | ---: |");
-    for tokens in [8, 32, 128] {
+    for tokens in [8, 32, 64] {
         let times = together(&mut clients, args.steps, |client, _| {
             client.promise_pass(tokens)
         })?;
