@@ -63,9 +63,10 @@ impl Engine {
         let limits = TurnLimits {
             samples: self.config.max_batch_size,
             // Experts have no joined decoder.
-            weights: match self.base.info.model.has_experts() {
-                true => 1,
-                false => self.config.max_loaded_models,
+            weights: if self.base.info.model.has_experts() {
+                1
+            } else {
+                self.config.max_loaded_models
             },
             tokens: self.config.micro_batch_tokens,
         };
