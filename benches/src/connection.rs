@@ -2,15 +2,21 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+
+/// Time after which a connection is opened again, before the server closes it.
+const IDLE: Duration = Duration::from_secs(30);
 
 /// A connection to a server on this machine.
 #[derive(Debug)]
 pub struct Connection {
     stream: BufReader<TcpStream>,
     address: SocketAddr,
+    /// When the last response came.
+    used: Instant,
 }
 
 impl Connection {
@@ -25,6 +31,7 @@ impl Connection {
         Ok(Self {
             stream: BufReader::new(stream),
             address,
+            used: Instant::now(),
         })
     }
 
@@ -34,6 +41,9 @@ impl Connection {
     ///
     /// Fails if the server ends, or its response is not JSON.
     pub fn post(&mut self, path: &str, key: &str, body: &Value) -> Result<(u16, Value)> {
+        if self.used.elapsed() > IDLE {
+            *self = Self::open(self.address)?;
+        }
         let (address, body) = (self.address, body.to_string());
         let length = body.len();
         let request = format!(
@@ -55,6 +65,7 @@ impl Connection {
         }
         let mut bytes = vec![0; length];
         self.stream.read_exact(&mut bytes)?;
+        self.used = Instant::now();
         let body = match length {
             0 => Value::Null,
             _ => serde_json::from_slice(&bytes)?,

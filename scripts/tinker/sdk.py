@@ -42,7 +42,7 @@ def fails(future, words):
 
 def main(model):
     service = tinker.ServiceClient()
-    supported = service.get_server_capabilities().supported_models
+    supported = tinker.RestClient().get_server_capabilities().result().supported_models
     assert [x.model_name for x in supported] == [model], supported
 
     clients = [service.create_lora_training_client(base_model=model, rank=8, seed=1) for _ in range(2)]

@@ -28,8 +28,9 @@ pub struct TinkerConfig {
     pub max_request_bytes: usize,
     /// Maximum number of requests that wait, for each model and sampling session.
     pub max_waiting: usize,
-    /// Number of models whose adapters and optimizers stay in memory. Others are loaded again from
-    /// the folder when their turn comes.
+    /// Number of models whose adapters and optimizers stay in memory, and number of saved weights
+    /// that stay in memory to sample from, which is also the most that share a batch. Others are
+    /// loaded again from the folder when their turn comes.
     pub max_loaded_models: usize,
 }
 

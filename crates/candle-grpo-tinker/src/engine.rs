@@ -10,23 +10,22 @@ use candle_grpo_base::server::Refusal;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{ActivationCheckpointing, AdamWConfig, Lora};
-use candle_grpo_train::learn::{TargetOutput, TargetRow};
+use candle_grpo_train::learn::{TargetOutput, TargetPass, TargetRow};
 use candle_grpo_train::{Actor, ActorConfig};
 
 use crate::base::Base;
 use crate::config::TinkerConfig;
 use crate::loss::LossFn;
-use crate::queue::{Queues, SampleTurn, Turn};
-use crate::sampling::{Snapshot, is_interrupted};
-use crate::store::{ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, WeightsPath};
+use crate::queue::{Queues, SampleTurn, Turn, TurnLimits};
+use crate::sampling::{Snapshot, is_interrupted, sample};
+use crate::store::{
+    Digest, ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, WeightsPath,
+};
 use crate::wire::request::AdamParams;
 use crate::work::{Answered, Outcome, SaveRequest, WeightsKind, Work};
 
 /// The optimizer's file in a state and in training weights.
 const OPTIMIZER: &str = "optimizer.safetensors";
-
-/// Number of snapshots to sample from that stay in memory.
-const LOADED_SNAPSHOTS: usize = 4;
 
 /// Number of unnamed sampler weights that each model keeps in the folder.
 const KEPT_UNNAMED: usize = 16;
@@ -61,15 +60,19 @@ impl Engine {
     /// server.
     pub(crate) fn run(mut self) -> Result<()> {
         let queues = Arc::clone(&self.queues);
-        while let Some(turn) = queues.next_turn(self.config.max_batch_size) {
+        let limits = TurnLimits {
+            samples: self.config.max_batch_size,
+            // Experts have no joined decoder.
+            weights: if self.base.info.model.has_experts() {
+                1
+            } else {
+                self.config.max_loaded_models
+            },
+            tokens: self.config.micro_batch_tokens,
+        };
+        while let Some(turn) = queues.next_turn(limits) {
             match turn {
-                Turn::Train(id, seq) => {
-                    let trained = self.train(&id, seq);
-                    // Nobody waits if the session was finished meanwhile.
-                    if queues.model(&id).is_ok() {
-                        trained.with_context(|| format!("{id}, request {seq}"))?;
-                    }
-                }
+                Turn::Train(requests) => self.train(requests)?,
                 Turn::Finish(id) => {
                     self.models.retain(|(other, _)| *other != id);
                     // A server that starts completes it.
@@ -77,48 +80,117 @@ impl Engine {
                         tracing::warn!("{id}: removing its files: {error:#}");
                     }
                 }
-                Turn::Sample(turn) => self.sample(&turn),
+                Turn::Sample(turn) => self.sample(turn),
             }
         }
         Ok(())
     }
 
-    /// Executes a training request, and publishes its result.
+    /// Executes training requests, and publishes their results.
     ///
     /// # Errors
     ///
-    /// Fails if the model cannot be brought into memory, or its requests, results and states cannot
+    /// Fails if a model cannot be brought into memory, or its requests, results and states cannot
     /// be read or written. The request then has no result, unless it was published.
-    fn train(&mut self, id: &ModelId, seq: u64) -> Result<()> {
-        let queues = Arc::clone(&self.queues);
-        let store = queues.store();
-        let request = store.read_request(id, seq)?;
-        let (digest, work) = request.context("the request is not in the folder")?;
-        let record = queues.model(id).map_err(refused)?;
-        let mut actor = self.take(id, seq)?;
-        let done = self.execute(id, &record, seq, &work, &mut actor);
-        let outcome = done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
-        let answered = Answered { digest, outcome };
-        if answered.outcome.starts_state() {
-            self.save_state(id, seq, created(&mut actor)?, &answered)?;
+    fn train(&mut self, requests: Vec<(ModelId, u64)>) -> Result<()> {
+        let mut tasks = Vec::new();
+        for (id, seq) in requests {
+            let task = self.task(&id, seq, tasks.len());
+            tasks.extend(self.unless_finished(&id, seq, task)?);
         }
-        queues.finish_training(id, seq, &answered)?;
-        store.settle(id, seq, &work, &answered.outcome)?;
-        // What failed may have changed a part of the actor: the folder has it without gradients.
-        let actor = actor.filter(|_| !work.clears_gradients(&answered.outcome));
-        self.models.extend(actor.map(|actor| (id.clone(), actor)));
+        let mut outcomes = Vec::new();
+        if tasks.len() > 1 {
+            match joined_passes(&mut tasks) {
+                Ok(found) => outcomes = found,
+                // Alone, only those that cause it fail.
+                Err(error) => {
+                    tracing::info!(
+                        "a shared pass fails, each request is executed alone: {error:#}"
+                    );
+                    tasks.iter_mut().for_each(|task| task.actor = None);
+                }
+            }
+        }
+        let mut outcomes = outcomes.into_iter();
+        for mut task in tasks {
+            let (id, seq) = (task.id.clone(), task.seq);
+            let published = match outcomes.next() {
+                Some(outcome) => self.publish(task, outcome),
+                None => self
+                    .execute(&mut task)
+                    .and_then(|outcome| self.publish(task, outcome)),
+            };
+            self.unless_finished(&id, seq, published)?;
+        }
         Ok(())
     }
 
-    fn execute(
-        &mut self,
-        id: &ModelId,
-        record: &ModelRecord,
-        seq: u64,
-        work: &Work,
-        actor: &mut Option<Actor>,
-    ) -> Result<Outcome> {
-        match work {
+    /// Drops an error if nobody waits, because the session was finished meanwhile.
+    fn unless_finished<T>(&self, id: &ModelId, seq: u64, result: Result<T>) -> Result<Option<T>> {
+        match result {
+            Err(_) if self.queues.model(id).is_err() => Ok(None),
+            result => result
+                .map(Some)
+                .with_context(|| format!("{id}, request {seq}")),
+        }
+    }
+
+    /// Reads a request, and takes its model out of memory. There are `others` that were taken.
+    fn task(&mut self, id: &ModelId, seq: u64, others: usize) -> Result<Task> {
+        let queues = Arc::clone(&self.queues);
+        let request = queues.store().read_request(id, seq)?;
+        let (digest, work) = request.context("the request is not in the folder")?;
+        Ok(Task {
+            record: queues.model(id).map_err(refused)?,
+            actor: self.take(id, seq, others)?,
+            id: id.clone(),
+            seq,
+            digest,
+            work,
+        })
+    }
+
+    /// Executes a request alone.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the model was not taken and cannot be brought into memory.
+    fn execute(&mut self, task: &mut Task) -> Result<Outcome> {
+        if task.actor.is_none() {
+            task.actor = self.take(&task.id, task.seq, 0)?;
+        }
+        let done = self.outcome(task);
+        Ok(done.unwrap_or_else(|error| Outcome::Failed(format!("{error:#}"))))
+    }
+
+    /// Publishes a result, and keeps the model in memory.
+    fn publish(&mut self, mut task: Task, outcome: Outcome) -> Result<()> {
+        let (id, seq, digest) = (&task.id, task.seq, task.digest);
+        let answered = Answered { digest, outcome };
+        if answered.outcome.starts_state() {
+            self.save_state(id, seq, created(&mut task.actor)?, &answered)?;
+        }
+        self.queues.finish_training(id, seq, &answered)?;
+        let store = self.queues.store();
+        store.settle(id, seq, &task.work, &answered.outcome)?;
+        // What failed may have changed a part of the actor: the folder has it without gradients.
+        let fails = task.work.clears_gradients(&answered.outcome);
+        let actor = task.actor.filter(|_| !fails);
+        self.models.extend(actor.map(|actor| (task.id, actor)));
+        Ok(())
+    }
+
+    fn outcome(&mut self, task: &mut Task) -> Result<Outcome> {
+        let Task {
+            id,
+            record,
+            seq,
+            work,
+            actor,
+            ..
+        } = task;
+        let (id, seq) = (&*id, *seq);
+        match &*work {
             Work::Create => {
                 *actor = Some(self.create(record)?);
                 Ok(match &record.start {
@@ -134,10 +206,7 @@ impl Engine {
                 backward,
             } => {
                 let found = self.pass(created(actor)?, rows, loss, *backward)?;
-                Ok(Outcome::Pass {
-                    loss: found.loss,
-                    log_probs: found.log_probs,
-                })
+                Ok(found.into())
             }
             Work::OptimStep(params) => optim_step(created(actor)?, params),
             Work::Save(request) => {
@@ -206,12 +275,13 @@ impl Engine {
     }
 
     /// Takes a model before the request `seq` out of memory, or reads it from the folder. `None` if
-    /// it was not created.
-    fn take(&mut self, id: &ModelId, seq: u64) -> Result<Option<Actor>> {
+    /// it was not created. There are `others` that were taken.
+    fn take(&mut self, id: &ModelId, seq: u64, others: usize) -> Result<Option<Actor>> {
         if let Some(place) = self.models.iter().position(|(other, _)| other == id) {
             return Ok(Some(self.models.remove(place).1));
         }
-        while self.models.len() >= self.config.max_loaded_models {
+        while self.models.len() + others >= self.config.max_loaded_models && !self.models.is_empty()
+        {
             self.models.remove(0);
         }
         let store = self.queues.store();
@@ -236,50 +306,105 @@ impl Engine {
     }
 
     /// Draws samples, and publishes them.
-    fn sample(&mut self, turn: &SampleTurn) {
-        let message = match self.draw(turn) {
+    fn sample(&mut self, mut turn: SampleTurn) {
+        let queues = Arc::clone(&self.queues);
+        let message = match self.draw(&turn) {
             Ok(()) => return,
             // Nobody waits, or clients send the requests again to the next server.
             Err(error) if is_interrupted(&error) => return,
             Err(error) => format!("{error:#}"),
         };
+        if turn.weights().len() > 1 {
+            // Alone, only those that cause it fail.
+            tracing::info!("a shared batch fails, each of its weights has its own: {message}");
+            queues.keep_pending(&mut turn);
+            turn.by_weights()
+                .into_iter()
+                .for_each(|turn| self.sample(turn));
+            return;
+        }
         tracing::warn!("sampling: {message}");
-        self.queues.fail_samples(turn, &message);
+        queues.fail_samples(&turn, &message);
     }
 
     fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
-        let Some(first) = turn.requests.first() else {
-            return Ok(());
-        };
-        let record = &first.work.weights;
-        let found = self.snapshots.iter().position(|(other, _)| other == record);
-        match found {
-            Some(place) => {
-                let snapshot = self.snapshots.remove(place);
-                self.snapshots.push(snapshot);
-            }
-            None => {
-                while self.snapshots.len() >= LOADED_SNAPSHOTS {
-                    self.snapshots.remove(0);
-                }
-                let adapters = match &record.model_path {
-                    None => None,
-                    Some(path) => {
-                        let folder = folder_of(self.queues.store(), path)?;
-                        let device = self.base.parameters.device();
-                        Some(Lora::load(&folder, &self.base.info.model, device)?)
+        let weights = turn.weights();
+        for record in &weights {
+            let found = self
+                .snapshots
+                .iter()
+                .position(|(other, _)| other == *record);
+            let snapshot = match found {
+                Some(place) => self.snapshots.remove(place).1,
+                None => {
+                    while self.snapshots.len() >= self.config.max_loaded_models {
+                        self.snapshots.remove(0);
                     }
-                };
-                let snapshot = Snapshot::new(&self.base, adapters.as_ref())?;
-                self.snapshots.push((record.clone(), snapshot));
-            }
+                    self.snapshot(record)?
+                }
+            };
+            self.snapshots.push(((*record).clone(), snapshot));
         }
-        let Some((_, snapshot)) = self.snapshots.last() else {
-            bail!("the weights are not in memory");
-        };
+        let first = self.snapshots.len() - weights.len();
         let size = self.config.max_batch_size;
-        snapshot.sample(&self.base, turn, size, &self.queues)
+        sample(
+            &self.base,
+            &self.snapshots[first..],
+            turn,
+            size,
+            &self.queues,
+        )
     }
+
+    /// Loads weights to sample from.
+    fn snapshot(&self, record: &SamplerRecord) -> Result<Snapshot> {
+        let adapters = match &record.model_path {
+            None => None,
+            Some(path) => {
+                let folder = folder_of(self.queues.store(), path)?;
+                let device = self.base.parameters.device();
+                Some(Lora::load(&folder, &self.base.info.model, device)?)
+            }
+        };
+        Snapshot::new(&self.base, adapters.as_ref())
+    }
+}
+
+/// A training request that is executed.
+struct Task {
+    id: ModelId,
+    record: ModelRecord,
+    seq: u64,
+    digest: Digest,
+    work: Work,
+    /// The model, unless it was not created.
+    actor: Option<Actor>,
+}
+
+/// Executes the passes of several models as one.
+///
+/// # Errors
+///
+/// Fails if one of the passes does. The gradients of all models are then lost.
+fn joined_passes(tasks: &mut [Task]) -> Result<Vec<Outcome>> {
+    let losses = tasks.iter().map(|task| match &task.work {
+        Work::Pass { loss, .. } => Ok(loss.policy_loss()),
+        _ => bail!("not a pass"),
+    });
+    let losses: Vec<PolicyLoss> = losses.collect::<Result<_>>()?;
+    let passes = tasks.iter_mut().zip(&losses).map(|(task, policy_loss)| {
+        let Work::Pass { rows, .. } = &task.work else {
+            bail!("not a pass");
+        };
+        Ok(TargetPass {
+            actor: created(&mut task.actor)?,
+            rows,
+            policy_loss,
+        })
+    });
+    let passes = passes.collect::<Result<_>>()?;
+    let found = Actor::forward_backward_targets_joined(passes)?;
+    Ok(found.into_iter().map(Outcome::from).collect())
 }
 
 /// The file in saved weights with their request's number.

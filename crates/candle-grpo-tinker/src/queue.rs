@@ -14,6 +14,9 @@ use crate::work::{Answered, Outcome, Work};
 /// Number of retrieved results that each queue keeps, for clients that ask again.
 const KEPT_RESULTS: usize = 64;
 
+/// Number of sampling sessions that each session keeps.
+const KEPT_SAMPLERS: usize = 256;
+
 /// A sampling session, or the queue for requests without one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct SamplerId(pub(crate) String);
@@ -29,21 +32,34 @@ enum Queue {
 
 /// The engine's next work.
 pub(crate) enum Turn {
-    Train(ModelId, u64),
+    /// Execute requests for training: one, or the passes of several models.
+    Train(Vec<(ModelId, u64)>),
     Sample(SampleTurn),
     /// Remove a model whose session was finished.
     Finish(ModelId),
 }
 
-/// Requests from the same weights with one distribution.
+/// Requests with one distribution, from one or several weights.
+#[derive(Debug, Default)]
 pub(crate) struct SampleTurn {
-    pub(crate) sampler: SamplerId,
     pub(crate) requests: Vec<SampleRequest>,
+}
+
+/// Bounds for a turn.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TurnLimits {
+    /// Number of samples, unless a single request has more.
+    pub(crate) samples: usize,
+    /// Number of different weights to sample from, and of models to train.
+    pub(crate) weights: usize,
+    /// Number of tokens in the passes of several models.
+    pub(crate) tokens: usize,
 }
 
 /// A request for samples.
 #[derive(Debug)]
 pub(crate) struct SampleRequest {
+    sampler: SamplerId,
     seq: u64,
     /// Distinguishes it from a canceled request with the same number, which may still run.
     ticket: u64,
@@ -86,6 +102,8 @@ struct Waiting {
     digest: Digest,
     /// True once it is in the folder.
     is_stored: bool,
+    /// See [`Work::joined_tokens`].
+    joined_tokens: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -116,14 +134,20 @@ struct Sampler {
     next: u64,
     /// The next request's ticket.
     next_ticket: u64,
+    /// When it was used last, in [`State::uses`].
+    used: u64,
 }
 
 impl Model {
     /// Creates a queue with what is in the folder.
     fn new(record: ModelRecord, found: Found) -> Self {
         let waiting = found.waiting.into_iter().map(|(seq, digest)| {
-            let is_stored = true;
-            (seq, Waiting { digest, is_stored })
+            let waiting = Waiting {
+                digest,
+                is_stored: true,
+                joined_tokens: None,
+            };
+            (seq, waiting)
         });
         Self {
             record,
@@ -134,10 +158,14 @@ impl Model {
         }
     }
 
-    /// Returns whether the next request can be executed.
-    fn is_ready(&self) -> bool {
+    /// Returns the next request, if it can be executed.
+    fn ready(&self) -> Option<&Waiting> {
         let next = self.waiting.get(&self.next);
-        next.is_some_and(|waiting| waiting.is_stored)
+        next.filter(|waiting| waiting.is_stored)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.ready().is_some()
     }
 
     /// Notes that a result was retrieved. Returns one that need not be kept any longer.
@@ -160,8 +188,49 @@ impl Model {
     }
 }
 
+impl SampleTurn {
+    /// Returns the different weights, in the order of their first requests.
+    pub(crate) fn weights(&self) -> Vec<&SamplerRecord> {
+        let mut weights = Vec::new();
+        for request in &self.requests {
+            if !weights.contains(&&request.work.weights) {
+                weights.push(&request.work.weights);
+            }
+        }
+        weights
+    }
+
+    /// Divides it into turns with one weight each.
+    pub(crate) fn by_weights(self) -> Vec<Self> {
+        let mut turns: Vec<Self> = Vec::new();
+        for request in self.requests {
+            let weights = &request.work.weights;
+            let same = |turn: &&mut Self| turn.requests.iter().any(|r| r.work.weights == *weights);
+            match turns.iter_mut().find(same) {
+                Some(turn) => turn.requests.push(request),
+                None => turns.push(Self {
+                    requests: vec![request],
+                }),
+            }
+        }
+        turns
+    }
+
+    /// Returns whether a request with this work fits.
+    fn admits(&self, work: &SampleWork, limits: TurnLimits) -> bool {
+        let Some(first) = self.requests.first() else {
+            return true;
+        };
+        let samples = self.requests.iter().map(|request| request.work.num_samples);
+        let weights = self.weights();
+        work.sampling == first.work.sampling
+            && samples.sum::<usize>() + work.num_samples <= limits.samples
+            && (weights.contains(&&work.weights) || weights.len() < limits.weights)
+    }
+}
+
 impl Sampler {
-    fn new(record: SamplerRecord) -> Self {
+    fn new(record: SamplerRecord, used: u64) -> Self {
         Self {
             record,
             waiting: VecDeque::new(),
@@ -170,6 +239,18 @@ impl Sampler {
             retrieved: VecDeque::new(),
             next: 0,
             next_ticket: 0,
+            used,
+        }
+    }
+
+    /// Moves the waiting requests that fit to a turn. The others stay in their order.
+    fn join(&mut self, turn: &mut SampleTurn, limits: TurnLimits) {
+        for request in std::mem::take(&mut self.waiting) {
+            if turn.admits(&request.work, limits) {
+                turn.requests.push(request);
+            } else {
+                self.waiting.push_back(request);
+            }
         }
     }
 
@@ -197,6 +278,8 @@ struct State {
     sessions: HashMap<String, bool>,
     models: HashMap<ModelId, Model>,
     samplers: HashMap<SamplerId, Sampler>,
+    /// Number of times that a sampling session was created or used.
+    uses: u64,
     /// Queues with work, each once, in turn.
     turns: VecDeque<Queue>,
     is_stopped: bool,
@@ -257,12 +340,19 @@ fn unknown(name: &str, id: &str) -> Refusal {
     Refusal::missing(name, id, "be one that this server returned")
 }
 
+fn unknown_sampler(id: &SamplerId) -> Refusal {
+    let must = format!(
+        "be one that this server returned, among the last {KEPT_SAMPLERS} that its session used"
+    );
+    Refusal::missing("sampling_session_id", &id.0, &must)
+}
+
 impl Queues {
     /// Reads the sessions in `store`.
     pub(crate) fn new(store: Store, max_waiting: usize) -> Result<Self> {
         let mut state = State::default();
         let direct = SamplerId(format!("direct:{}", random_id()));
-        let sampler = Sampler::new(SamplerRecord { model_path: None });
+        let sampler = Sampler::new(SamplerRecord { model_path: None }, 0);
         state.samplers.insert(direct.clone(), sampler);
         for session in store.sessions()? {
             let finished = store.is_finished(&session);
@@ -280,8 +370,7 @@ impl Queues {
                 state.models.insert(id, model);
             }
             for (number, record) in store.samplers(&session)? {
-                let id = sampler_id(&session, number);
-                state.samplers.insert(id, Sampler::new(record));
+                state.add_sampler(sampler_id(&session, number), record);
             }
         }
         Ok(Self {
@@ -410,8 +499,12 @@ impl Queues {
                 return Err(too_many(self.max_waiting));
             }
             // Reserved, so that a repetition does not write it again.
-            let is_stored = false;
-            model.waiting.insert(seq, Waiting { digest, is_stored });
+            let waiting = Waiting {
+                digest,
+                is_stored: false,
+                joined_tokens: work.joined_tokens(),
+            };
+            model.waiting.insert(seq, waiting);
             seq
         };
         if let Err(error) = self.store.add_request(id, seq, &request) {
@@ -441,6 +534,9 @@ impl Queues {
     /// # Errors
     ///
     /// Refuses a number that a sampling session with other weights has.
+    ///
+    /// Each session keeps [`KEPT_SAMPLERS`]: a new one replaces that without requests that was not
+    /// used for the longest time.
     pub(crate) fn add_sampler(
         &self,
         session: &str,
@@ -452,13 +548,40 @@ impl Queues {
         if self.has_sampler(session, number, &record)? {
             return Ok(id);
         }
+        self.make_room(session)?;
         self.store
             .add_sampler(session, number, &record)
             .map_err(internal)?;
         let mut state = self.state();
         ensure_session(&state, session)?;
-        state.samplers.insert(id.clone(), Sampler::new(record));
+        state.add_sampler(id.clone(), record);
         Ok(id)
+    }
+
+    /// Makes room for one more sampling session.
+    fn make_room(&self, session: &str) -> Result<(), Refusal> {
+        let prefix = sampler_prefix(session);
+        let oldest = {
+            let mut state = self.state();
+            let own = state.samplers.iter().filter_map(|(id, sampler)| {
+                let number: u64 = id.0.strip_prefix(&prefix)?.parse().ok()?;
+                Some((number, sampler))
+            });
+            let own: Vec<(u64, &Sampler)> = own.collect();
+            if own.len() < KEPT_SAMPLERS {
+                return Ok(());
+            }
+            let idle = own.iter().filter(|(_, sampler)| sampler.pending.is_empty());
+            let Some(&(number, _)) = idle.min_by_key(|(_, sampler)| sampler.used) else {
+                let message = format!(
+                    "{KEPT_SAMPLERS} sampling sessions have requests without a result: send this one later"
+                );
+                return Err(Refusal::new(429, "too_many_requests", message));
+            };
+            state.samplers.remove(&sampler_id(session, number));
+            number
+        };
+        self.store.remove_sampler(session, oldest).map_err(internal)
     }
 
     /// Returns whether a sampling session with these weights has this number.
@@ -501,7 +624,7 @@ impl Queues {
         let state = self.state();
         let sampler = state.samplers.get(id).filter(|_| *id != self.direct);
         let record = sampler.map(|sampler| sampler.record.clone());
-        record.ok_or_else(|| unknown("sampling_session_id", &id.0))
+        record.ok_or_else(|| unknown_sampler(id))
     }
 
     /// Promises samples. A repeated request has the same id. The promise does not survive the
@@ -513,8 +636,11 @@ impl Queues {
         work: impl FnOnce(&RequestId) -> SampleWork,
     ) -> Result<RequestId, Refusal> {
         let mut state = self.state();
+        state.uses += 1;
+        let uses = state.uses;
         let sampler = state.samplers.get_mut(id);
-        let sampler = sampler.ok_or_else(|| unknown("sampling_session_id", &id.0))?;
+        let sampler = sampler.ok_or_else(|| unknown_sampler(id))?;
+        sampler.used = uses;
         let seq = seq.unwrap_or(sampler.next);
         let request = RequestId::Sample(id.clone(), seq);
         let mut done = sampler.retrieved.iter().chain(&sampler.done);
@@ -529,9 +655,12 @@ impl Queues {
         sampler.next_ticket += 1;
         sampler.pending.insert(seq, ticket);
         let work = work(&request);
-        sampler
-            .waiting
-            .push_back(SampleRequest { seq, ticket, work });
+        sampler.waiting.push_back(SampleRequest {
+            sampler: id.clone(),
+            seq,
+            ticket,
+            work,
+        });
         state.add_turn(Queue::Sampler(id.clone()));
         self.has_work.notify_one();
         Ok(request)
@@ -551,15 +680,15 @@ impl Queues {
         self.results.send_modify(|count| *count += 1);
     }
 
-    /// Waits for work, at most `max_samples` equal samples. `None` after [`Self::stop`].
-    pub(crate) fn next_turn(&self, max_samples: usize) -> Option<Turn> {
+    /// Waits for work. `None` after [`Self::stop`].
+    pub(crate) fn next_turn(&self, limits: TurnLimits) -> Option<Turn> {
         let mut state = self.state();
         loop {
             if state.is_stopped {
                 return None;
             }
             if let Some(queue) = state.turns.pop_front() {
-                if let Some(turn) = state.turn(queue, max_samples) {
+                if let Some(turn) = state.turn(queue, limits) {
                     return Some(turn);
                 }
                 continue;
@@ -616,9 +745,9 @@ impl Queues {
 
     /// Publishes a sampling request's result, unless it was canceled. If nobody retrieves results,
     /// the oldest are dropped.
-    pub(crate) fn finish_samples(&self, id: &SamplerId, request: &SampleRequest, outcome: Outcome) {
+    pub(crate) fn finish_samples(&self, request: &SampleRequest, outcome: Outcome) {
         let mut state = self.state();
-        if let Some(sampler) = state.samplers.get_mut(id)
+        if let Some(sampler) = state.samplers.get_mut(&request.sampler)
             && sampler.is_pending(request)
         {
             sampler.pending.remove(&request.seq);
@@ -634,7 +763,7 @@ impl Queues {
     /// Publishes a failure for a turn's requests without a result.
     pub(crate) fn fail_samples(&self, turn: &SampleTurn, message: &str) {
         for request in &turn.requests {
-            self.finish_samples(&turn.sampler, request, Outcome::Failed(message.to_owned()));
+            self.finish_samples(request, Outcome::Failed(message.to_owned()));
         }
     }
 
@@ -642,11 +771,14 @@ impl Queues {
     /// were canceled.
     pub(crate) fn is_over(&self, turn: &SampleTurn) -> bool {
         let state = self.state();
-        let is_pending = state.samplers.get(&turn.sampler).is_some_and(|sampler| {
-            let mut requests = turn.requests.iter();
-            requests.any(|request| sampler.is_pending(request))
-        });
-        state.is_stopped || !is_pending
+        let mut requests = turn.requests.iter();
+        state.is_stopped || !requests.any(|request| state.is_pending(request))
+    }
+
+    /// Removes a turn's requests that have a result or were canceled.
+    pub(crate) fn keep_pending(&self, turn: &mut SampleTurn) {
+        let state = self.state();
+        turn.requests.retain(|request| state.is_pending(request));
     }
 
     /// Returns a receiver that changes with each result.
@@ -717,47 +849,75 @@ fn repeated(id: &ModelId, seq: u64, is_equal: bool) -> Result<RequestId, Refusal
 
 /// Returns a sampling session's id.
 fn sampler_id(session: &str, number: u64) -> SamplerId {
-    SamplerId(format!("{session}:sample:{number}"))
+    SamplerId(format!("{}{number}", sampler_prefix(session)))
+}
+
+/// Returns the part of a sampling session's id before its number.
+fn sampler_prefix(session: &str) -> String {
+    format!("{session}:sample:")
 }
 
 impl State {
+    fn add_sampler(&mut self, id: SamplerId, record: SamplerRecord) {
+        self.uses += 1;
+        self.samplers.insert(id, Sampler::new(record, self.uses));
+    }
+
     fn add_turn(&mut self, queue: Queue) {
         if !self.turns.contains(&queue) {
             self.turns.push_back(queue);
         }
     }
 
-    /// Takes a queue's work.
-    fn turn(&mut self, queue: Queue, max_samples: usize) -> Option<Turn> {
+    /// Returns whether a request for samples has neither a result nor was canceled.
+    fn is_pending(&self, request: &SampleRequest) -> bool {
+        let sampler = self.samplers.get(&request.sampler);
+        sampler.is_some_and(|sampler| sampler.is_pending(request))
+    }
+
+    /// Takes a queue's work. Requests for samples and passes in other queues join, as far as they
+    /// fit.
+    fn turn(&mut self, queue: Queue, limits: TurnLimits) -> Option<Turn> {
         match queue {
             Queue::Model(id) => {
                 let model = self.models.get(&id)?;
-                let next = model.next;
-                model.is_ready().then_some(Turn::Train(id, next))
+                let mut left = match model.ready()?.joined_tokens {
+                    Some(tokens) => limits.tokens.checked_sub(tokens),
+                    None => None,
+                };
+                let mut requests = vec![(id.clone(), model.next)];
+                for queue in &self.turns {
+                    if requests.len() >= limits.weights {
+                        break;
+                    }
+                    if let Queue::Model(other) = queue
+                        && *other != id
+                        && let Some(model) = self.models.get(other)
+                        && let Some(tokens) = model.ready().and_then(|next| next.joined_tokens)
+                        && let Some(room) = left.and_then(|left| left.checked_sub(tokens))
+                    {
+                        requests.push((other.clone(), model.next));
+                        left = Some(room);
+                    }
+                }
+                Some(Turn::Train(requests))
             }
             Queue::Finished(id) => Some(Turn::Finish(id)),
             Queue::Sampler(id) => {
+                let mut turn = SampleTurn::default();
                 let sampler = self.samplers.get_mut(&id)?;
-                let first = sampler.waiting.pop_front()?;
-                let mut samples = first.work.num_samples;
-                let mut requests = vec![first];
-                for request in std::mem::take(&mut sampler.waiting) {
-                    let (work, first) = (&request.work, &requests[0].work);
-                    let is_equal = work.weights == first.weights && work.sampling == first.sampling;
-                    if is_equal && samples + work.num_samples <= max_samples {
-                        samples += work.num_samples;
-                        requests.push(request);
-                    } else {
-                        sampler.waiting.push_back(request);
+                sampler.join(&mut turn, limits);
+                if !sampler.waiting.is_empty() {
+                    self.add_turn(Queue::Sampler(id));
+                }
+                for queue in &self.turns {
+                    if let Queue::Sampler(id) = queue
+                        && let Some(sampler) = self.samplers.get_mut(id)
+                    {
+                        sampler.join(&mut turn, limits);
                     }
                 }
-                if !sampler.waiting.is_empty() {
-                    self.add_turn(Queue::Sampler(id.clone()));
-                }
-                Some(Turn::Sample(SampleTurn {
-                    sampler: id,
-                    requests,
-                }))
+                (!turn.requests.is_empty()).then_some(Turn::Sample(turn))
             }
         }
     }
@@ -768,10 +928,12 @@ mod tests {
     use std::thread;
 
     use candle_grpo_train::SamplingConfig;
+    use candle_grpo_train::learn::TargetRow;
     use rstest::rstest;
     use tempfile::TempDir;
 
     use super::*;
+    use crate::loss::LossFn;
     use crate::store::Start;
 
     /// Returns queues with a session.
@@ -805,16 +967,26 @@ mod tests {
 
     /// Executes the next request of a model, and returns it.
     fn train(queues: &Queues) -> (u64, u64) {
-        let Some(Turn::Train(id, seq)) = queues.next_turn(1) else {
+        let found = train_within(queues, limits(1));
+        let [found] = found[..] else {
+            panic!("{found:?}");
+        };
+        found
+    }
+
+    /// Executes the next turn of models, and returns its requests.
+    fn train_within(queues: &Queues, limits: TurnLimits) -> Vec<(u64, u64)> {
+        let Some(Turn::Train(requests)) = queues.next_turn(limits) else {
             panic!("no training request");
         };
-        let request = StoredRequest::new(&work("")).unwrap();
-        let answered = Answered {
-            digest: request.digest(),
-            outcome: Outcome::Refused(seq.to_string()),
-        };
-        queues.finish_training(&id, seq, &answered).unwrap();
-        (id.number, seq)
+        let digest = StoredRequest::new(&work("")).unwrap().digest();
+        let requests = requests.into_iter().map(|(id, seq)| {
+            let outcome = Outcome::Refused(seq.to_string());
+            let answered = Answered { digest, outcome };
+            queues.finish_training(&id, seq, &answered).unwrap();
+            (id.number, seq)
+        });
+        requests.collect()
     }
 
     /// Adds a sampling session of the base model.
@@ -829,8 +1001,9 @@ mod tests {
         seq: u64,
         temperature: f64,
     ) -> Result<RequestId, Refusal> {
+        let weights = queues.sampler(sampler)?;
         queues.promise_samples(sampler, Some(seq), |_| SampleWork {
-            weights: SamplerRecord { model_path: None },
+            weights,
             prompt: vec![1],
             num_samples: 1,
             seed: 1,
@@ -843,9 +1016,22 @@ mod tests {
         })
     }
 
+    /// Limits for turns in which weights have no others.
+    fn limits(samples: usize) -> TurnLimits {
+        TurnLimits {
+            samples,
+            weights: 1,
+            tokens: 0,
+        }
+    }
+
     /// Takes a turn of a sampling session.
     fn turn(queues: &Queues, max_samples: usize) -> SampleTurn {
-        match queues.next_turn(max_samples) {
+        next(queues, limits(max_samples))
+    }
+
+    fn next(queues: &Queues, limits: TurnLimits) -> SampleTurn {
+        match queues.next_turn(limits) {
             Some(Turn::Sample(turn)) => turn,
             _ => panic!("no request for samples"),
         }
@@ -883,6 +1069,68 @@ mod tests {
         }
         let found = [(); 4].map(|()| train(&queues));
         assert_eq!(found, [(0, 0), (1, 0), (0, 1), (1, 1)]);
+    }
+
+    /// A pass over rows with these lengths.
+    fn pass(lengths: &[usize], backward: bool) -> Work {
+        let row = |&length: &usize| TargetRow {
+            tokens: vec![1; length],
+            targets: vec![1; length],
+            advantages: vec![1.; length],
+            rollout_log_probs: None,
+        };
+        Work::Pass {
+            rows: lengths.iter().map(row).collect(),
+            loss: LossFn::CrossEntropy,
+            backward,
+        }
+    }
+
+    /// Short passes of other models join, within the limits, and each model keeps its turn.
+    #[rstest]
+    #[case(9, 999, vec![vec![0, 1, 5], vec![2], vec![3], vec![4], vec![6]])]
+    #[case(2, 999, vec![vec![0, 1], vec![2], vec![3], vec![4], vec![5], vec![6]])]
+    #[case(9, 7, vec![vec![0, 5], vec![1], vec![2], vec![3], vec![4], vec![6]])]
+    #[case(9, 3, vec![vec![0], vec![1], vec![2], vec![3], vec![4], vec![5], vec![6]])]
+    #[case(1, 999, vec![vec![0], vec![1], vec![2], vec![3], vec![4], vec![5], vec![6]])]
+    fn models_share_passes(
+        #[case] weights: usize,
+        #[case] tokens: usize,
+        #[case] expected: Vec<Vec<u64>>,
+    ) {
+        let (_folder, queues, session) = queues(9);
+        let works = [
+            pass(&[4], true),
+            pass(&[3, 1], true),
+            // Without a gradient, with single tokens, and no pass.
+            pass(&[4], false),
+            pass(&[1, 1], true),
+            work(""),
+            pass(&[2], true),
+            // With too many tokens.
+            pass(&[64, 1], true),
+        ];
+        for (number, work) in works.iter().enumerate() {
+            let id = model(&session, number as u64);
+            queues.add_model(&id, record()).unwrap();
+            queues.promise(&id, Some(0), work).unwrap();
+        }
+        // Its first request is missing.
+        let id = model(&session, 9);
+        queues.add_model(&id, record()).unwrap();
+        queues.promise(&id, Some(1), &works[0]).unwrap();
+        let limits = TurnLimits {
+            samples: 1,
+            weights,
+            tokens,
+        };
+        for expected in expected {
+            let found = train_within(&queues, limits);
+            let expected: Vec<(u64, u64)> = expected.into_iter().map(|n| (n, 0)).collect();
+            assert_eq!(found, expected);
+        }
+        let state = queues.state();
+        assert!(state.models.values().all(|model| !model.is_ready()));
     }
 
     /// A call that found its session may end after another one has finished it.
@@ -1061,6 +1309,146 @@ mod tests {
         }
         let turns = [(); 4].map(|()| numbers(&turn(&queues, 3)));
         assert_eq!(turns, [vec![0, 2, 4], vec![1, 3, 5], vec![6], vec![7]]);
+    }
+
+    /// Adds a sampling session of saved weights.
+    fn sampler_of(queues: &Queues, session: &str, number: u64, weights: &str) -> SamplerId {
+        let model_path = Some(weights.to_owned());
+        let record = SamplerRecord { model_path };
+        queues.add_sampler(session, number, record).unwrap()
+    }
+
+    /// Requests of other sampling sessions share a turn, from at most the given number of weights.
+    #[rstest]
+    #[case(9, 9, vec![vec![0, 1, 2, 3, 4]])]
+    #[case(9, 2, vec![vec![0, 1, 2, 3], vec![4]])]
+    #[case(9, 1, vec![vec![0, 1, 3], vec![2], vec![4]])]
+    #[case(2, 9, vec![vec![0, 1], vec![2, 3], vec![4]])]
+    fn sampling_sessions_share_turns(
+        #[case] samples: usize,
+        #[case] weights: usize,
+        #[case] expected: Vec<Vec<u64>>,
+    ) {
+        let (_folder, queues, session) = queues(9);
+        let names = ["a", "a", "b", "a", "c"];
+        for (number, name) in names.into_iter().enumerate() {
+            // The first session sends two requests.
+            let number = number.saturating_sub(1) as u64;
+            let sampler = sampler_of(&queues, &session, number, name);
+            let seq = queues
+                .state()
+                .samplers
+                .values()
+                .map(|s| s.pending.len())
+                .sum::<usize>();
+            promise(&queues, &sampler, seq as u64, 1.).unwrap();
+        }
+        let limits = TurnLimits {
+            samples,
+            weights,
+            tokens: 0,
+        };
+        for expected in expected {
+            let turn = next(&queues, limits);
+            assert_eq!(finish(&queues, &turn, "a"), expected);
+        }
+        assert!(
+            queues
+                .state()
+                .samplers
+                .values()
+                .all(|s| s.waiting.is_empty())
+        );
+    }
+
+    #[test]
+    fn a_session_keeps_the_sampling_sessions_that_it_used_last() {
+        let (folder, queues, session) = queues(9);
+        let add = |queues: &Queues, number| sampler_of(queues, &session, number, "a");
+        let is_kept = |queues: &Queues, number| {
+            let file = format!("sessions/{session}/samplers/{number}.json");
+            let kept = queues.sampler(&sampler_id(&session, number)).is_ok();
+            assert_eq!(folder.path().join(file).exists(), kept, "{number}");
+            kept
+        };
+        queues.store().add_session(&session).unwrap();
+        // Another session has its own.
+        let other = "1".repeat(32);
+        queues.add_session(other.clone());
+        let other = sampler_of(&queues, &other, 0, "a");
+        let last = KEPT_SAMPLERS as u64;
+        for number in 0..last {
+            add(&queues, number);
+        }
+        // The first has a request, and the second was used.
+        promise(&queues, &sampler_id(&session, 0), 0, 1.).unwrap();
+        promise(&queues, &sampler_id(&session, 1), 0, 1.).unwrap();
+        queues.cancel(&RequestId::Sample(sampler_id(&session, 1), 0));
+        for number in last..last + 3 {
+            add(&queues, number);
+        }
+        let kept = [0, 1, 2, 3, 4, 5, last + 2].map(|number| is_kept(&queues, number));
+        assert_eq!(kept, [true, true, false, false, false, true, true]);
+        assert!(queues.sampler(&other).is_ok());
+        // One that exists needs no room.
+        add(&queues, 0);
+        assert!(is_kept(&queues, 5));
+        let refused = queues.sampler(&sampler_id(&session, 2)).unwrap_err();
+        assert_eq!(refused.status, 404);
+        assert!(
+            refused.message.contains("among the last 256"),
+            "{refused:?}"
+        );
+
+        // A server that starts again continues.
+        drop(queues);
+        let queues = Queues::new(Store::open(folder.path()).unwrap(), 9).unwrap();
+        add(&queues, last + 3);
+        let kept = [0, 1, last + 3].map(|number| is_kept(&queues, number));
+        assert_eq!(kept, [false, true, true]);
+    }
+
+    #[test]
+    fn sampling_sessions_with_requests_are_not_removed() {
+        let (_folder, queues, session) = queues(9);
+        for number in 0..KEPT_SAMPLERS as u64 {
+            let sampler = sampler_of(&queues, &session, number, "a");
+            promise(&queues, &sampler, 0, 1.).unwrap();
+        }
+        let record = SamplerRecord { model_path: None };
+        let number = KEPT_SAMPLERS as u64;
+        let refused = queues
+            .add_sampler(&session, number, record.clone())
+            .unwrap_err();
+        assert_eq!(refused.status, 429, "{refused:?}");
+        queues.cancel(&RequestId::Sample(sampler_id(&session, 3), 0));
+        queues.add_sampler(&session, number, record).unwrap();
+        assert!(queues.sampler(&sampler_id(&session, 3)).is_err());
+    }
+
+    #[test]
+    fn a_turn_is_divided_by_its_weights() {
+        let (_folder, queues, session) = queues(9);
+        for (number, name) in ["a", "b", "a"].into_iter().enumerate() {
+            let sampler = sampler_of(&queues, &session, number as u64, name);
+            promise(&queues, &sampler, number as u64, 1.).unwrap();
+        }
+        let limits = TurnLimits {
+            weights: 9,
+            ..limits(9)
+        };
+        let mut turn = next(&queues, limits);
+        queues.cancel(&RequestId::Sample(sampler_id(&session, 0), 0));
+        assert!(!queues.is_over(&turn));
+        queues.keep_pending(&mut turn);
+        let turns = turn.by_weights();
+        let found: Vec<Vec<u64>> = turns.iter().map(numbers).collect();
+        assert_eq!(found, [[1], [2]]);
+        for turn in &turns {
+            assert!(!queues.is_over(turn));
+            finish(&queues, turn, "a");
+            assert!(queues.is_over(turn));
+        }
     }
 
     /// A queue with many requests has one turn, and then the others have theirs.

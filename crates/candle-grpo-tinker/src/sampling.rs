@@ -3,11 +3,11 @@
 use anyhow::{Context, Result};
 use candle_core::Device;
 use candle_grpo_base::progress::{Interrupted, Progress};
-use candle_grpo_nn::Lora;
+use candle_grpo_nn::{Decoder, Lora};
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::rollout::{
-    Completion, CompletionSeed, FinishReason, GenerationBatch, Generator, LocalGenerator,
-    PolicyWeights, PromptRequest,
+    Completion, CompletionSeed, FinishReason, GenerationBatch, LocalGenerator, PolicyWeights,
+    PromptRequest,
 };
 use candle_grpo_train::{SamplingConfig, TokenBatch};
 
@@ -26,7 +26,7 @@ pub(crate) struct SampleWork {
     pub(crate) max_new_tokens: usize,
     /// Number of last prompt tokens that get log-probs.
     pub(crate) prompt_log_probs: Option<usize>,
-    /// Distribution and ends. Requests with equal ones and the same weights share a batch.
+    /// Distribution and ends. Requests with equal ones share a batch.
     pub(crate) sampling: SamplingConfig,
 }
 
@@ -63,86 +63,6 @@ impl Snapshot {
         })
     }
 
-    /// Draws samples for a turn, and publishes each result as soon as it is complete.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the generator does, or with [`Interrupted`] if the turn is in vain.
-    pub(crate) fn sample(
-        &self,
-        base: &Base,
-        turn: &SampleTurn,
-        max_batch_size: usize,
-        queues: &Queues,
-    ) -> Result<()> {
-        let requests = &turn.requests;
-        let Some(first) = requests.first() else {
-            return Ok(());
-        };
-        let sampling = SamplingConfig {
-            max_batch_size,
-            max_new_tokens: requests
-                .iter()
-                .map(|request| request.work.max_new_tokens)
-                .max()
-                .unwrap_or(1),
-            ..first.work.sampling.clone()
-        };
-        let prompts: Vec<PromptRequest<'_>> = requests
-            .iter()
-            .map(|SampleRequest { work, .. }| PromptRequest {
-                tokens: &work.prompt,
-                seeds: (0..work.num_samples as u64)
-                    .map(|sample| CompletionSeed {
-                        seed: work.seed,
-                        stream: 0,
-                        prompt: 0,
-                        sample,
-                        turn: 0,
-                    })
-                    .collect(),
-                max_new_tokens: work.max_new_tokens,
-            })
-            .collect();
-        // The request of each completion, and its place there.
-        let places: Vec<(usize, usize)> = requests
-            .iter()
-            .enumerate()
-            .flat_map(|(at, request)| (0..request.work.num_samples).map(move |place| (at, place)))
-            .collect();
-        let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
-            .iter()
-            .map(|request| vec![None; request.work.num_samples])
-            .collect();
-        let mut deliver = |place: usize, completion: Completion| {
-            let (request, at) = *places
-                .get(place)
-                .context("a completion that was not asked for")?;
-            samples[request][at] = Some(sampled(completion));
-            if samples[request].iter().all(Option::is_some) {
-                let sequences = samples[request].drain(..).flatten().collect();
-                let request = &requests[request];
-                let device = base.parameters.device();
-                let prompt_log_probs = self.prompt_log_probs(&request.work, device)?;
-                let outcome = Outcome::Samples {
-                    sequences,
-                    prompt_log_probs,
-                };
-                queues.finish_samples(&turn.sampler, request, outcome);
-            }
-            Ok(())
-        };
-        let batch = GenerationBatch {
-            prompts: &prompts,
-            sampling: &sampling,
-            decode: Some(&*base.decode),
-            progress: &UntilOver { queues, turn },
-            records_experts: false,
-            partial: None,
-        };
-        self.generator.generate(&batch, &mut deliver)
-    }
-
     /// Computes log-probs for a request's last prompt tokens, at temperature 1. Those before
     /// them are NaN.
     fn prompt_log_probs(&self, work: &SampleWork, device: &Device) -> Result<Option<Vec<f32>>> {
@@ -159,6 +79,104 @@ impl Snapshot {
         }
         Ok(Some(all))
     }
+}
+
+/// Draws samples for a turn, and publishes each result as soon as it is complete. `snapshots` are
+/// the weights of the turn, which are sampled from in one batch.
+///
+/// # Errors
+///
+/// Fails if the generator does, or with [`Interrupted`] if the turn is in vain.
+pub(crate) fn sample(
+    base: &Base,
+    snapshots: &[(SamplerRecord, Snapshot)],
+    turn: &SampleTurn,
+    max_batch_size: usize,
+    queues: &Queues,
+) -> Result<()> {
+    let requests = &turn.requests;
+    let Some(first) = requests.first() else {
+        return Ok(());
+    };
+    let sampling = SamplingConfig {
+        max_batch_size,
+        max_new_tokens: requests
+            .iter()
+            .map(|request| request.work.max_new_tokens)
+            .max()
+            .unwrap_or(1),
+        ..first.work.sampling.clone()
+    };
+    let prompts: Vec<PromptRequest<'_>> = requests
+        .iter()
+        .map(|SampleRequest { work, .. }| PromptRequest {
+            tokens: &work.prompt,
+            seeds: (0..work.num_samples as u64)
+                .map(|sample| CompletionSeed {
+                    seed: work.seed,
+                    stream: 0,
+                    prompt: 0,
+                    sample,
+                    turn: 0,
+                })
+                .collect(),
+            max_new_tokens: work.max_new_tokens,
+        })
+        .collect();
+    let snapshot_of = |request: &SampleRequest| {
+        let weights = &request.work.weights;
+        let found = snapshots.iter().position(|(record, _)| record == weights);
+        found.context("the weights are not in memory")
+    };
+    let adapters: Vec<usize> = requests.iter().map(snapshot_of).collect::<Result<_>>()?;
+    let joined;
+    let generator = match snapshots {
+        [(_, snapshot)] => &snapshot.generator,
+        _ => {
+            let decoders = snapshots.iter().map(|(_, own)| own.generator.model());
+            let decoders: Vec<&Decoder> = decoders.collect();
+            joined = LocalGenerator::from_decoder(Decoder::joined(&decoders)?);
+            &joined
+        }
+    };
+    // The request of each completion, and its place there.
+    let places: Vec<(usize, usize)> = requests
+        .iter()
+        .enumerate()
+        .flat_map(|(at, request)| (0..request.work.num_samples).map(move |place| (at, place)))
+        .collect();
+    let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
+        .iter()
+        .map(|request| vec![None; request.work.num_samples])
+        .collect();
+    let mut deliver = |place: usize, completion: Completion| {
+        let (request, at) = *places
+            .get(place)
+            .context("a completion that was not asked for")?;
+        samples[request][at] = Some(sampled(completion));
+        if samples[request].iter().all(Option::is_some) {
+            let sequences = samples[request].drain(..).flatten().collect();
+            let (_, snapshot) = &snapshots[adapters[request]];
+            let request = &requests[request];
+            let device = base.parameters.device();
+            let prompt_log_probs = snapshot.prompt_log_probs(&request.work, device)?;
+            let outcome = Outcome::Samples {
+                sequences,
+                prompt_log_probs,
+            };
+            queues.finish_samples(request, outcome);
+        }
+        Ok(())
+    };
+    let batch = GenerationBatch {
+        prompts: &prompts,
+        sampling: &sampling,
+        decode: Some(&*base.decode),
+        progress: &UntilOver { queues, turn },
+        records_experts: false,
+        partial: None,
+    };
+    generator.generate_joined(&batch, &adapters, &mut deliver)
 }
 
 fn sampled(completion: Completion) -> SampledTokens {

@@ -425,7 +425,7 @@ impl Store {
             .collect())
     }
 
-    /// Returns a session's sampling sessions.
+    /// Returns a session's sampling sessions, in the order of their numbers.
     pub(crate) fn samplers(&self, session: &str) -> Result<Vec<(u64, SamplerRecord)>> {
         let folder = self.session(session).join("samplers");
         let mut found = Vec::new();
@@ -435,6 +435,7 @@ impl Store {
                 found.push((number, read_json(&folder.join(name))?));
             }
         }
+        found.sort_unstable_by_key(|(number, _)| *number);
         Ok(found)
     }
 

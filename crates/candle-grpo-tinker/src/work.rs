@@ -1,6 +1,6 @@
 //! Work for the engine and its outcomes, in the form that the folder keeps.
 
-use candle_grpo_train::learn::TargetRow;
+use candle_grpo_train::learn::{TargetOutput, TargetRow};
 use serde::{Deserialize, Serialize};
 
 use crate::loss::LossFn;
@@ -28,7 +28,27 @@ pub(crate) enum Work {
     Refused(String),
 }
 
+/// Maximum number of tokens in a pass that joins those of other models. With more, the products
+/// take the time, and sharing the base weights saves nothing on a CPU.
+const JOINED_TOKENS: usize = 64;
+
 impl Work {
+    /// Returns the number of tokens in a pass that may join those of other models.
+    pub(crate) fn joined_tokens(&self) -> Option<usize> {
+        let Self::Pass {
+            rows,
+            backward: true,
+            ..
+        } = self
+        else {
+            return None;
+        };
+        let tokens: usize = rows.iter().map(|row| row.tokens.len()).sum();
+        // Products of a single row have other bits.
+        let has_rows = rows.iter().any(|row| row.tokens.len() > 1);
+        (has_rows && tokens <= JOINED_TOKENS).then_some(tokens)
+    }
+
     /// Returns whether it adds to the accumulated gradients or uses them.
     pub(crate) fn uses_gradients(&self) -> bool {
         match self {
@@ -102,6 +122,15 @@ pub(crate) enum Outcome {
     Refused(String),
     /// The work failed.
     Failed(String),
+}
+
+impl From<TargetOutput> for Outcome {
+    fn from(found: TargetOutput) -> Self {
+        Self::Pass {
+            loss: found.loss,
+            log_probs: found.log_probs,
+        }
+    }
 }
 
 impl Outcome {

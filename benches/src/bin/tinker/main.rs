@@ -1,5 +1,5 @@
 //! A training loop through Tinker's API beside the same loop without a server, and the requests of
-//! 16 sessions.
+//! 16 sessions: as fast as they come, and those of 16 models together beside one after the other.
 //!
 //! A step samples groups, scores them, and makes one policy-gradient update of LoRA adapters. Both
 //! loops alternate and sample the same tokens, which is checked.
@@ -20,6 +20,7 @@ use candle_grpo_train::Pretrained;
 use candle_grpo_train::learn::TargetRow;
 use clap::Parser;
 use mimalloc::MiMalloc;
+use serde_json::Value;
 
 use direct::Direct;
 use remote::{Client, MODEL};
@@ -157,6 +158,47 @@ fn requests(
     Ok(count as f64 / seconds)
 }
 
+/// Prints a row of the table of requests that share passes.
+fn report(name: &str, [apart, joined]: [f64; 2]) {
+    let relative = joined / apart;
+    println!(
+        "| {name} | {:.1} | {:.1} | {relative:.2} |",
+        1e3 * apart,
+        1e3 * joined
+    );
+}
+
+/// Sends one request of each session, and waits for the results: first one after the other, then
+/// all together, which share passes. Returns the medians of both in seconds.
+fn together(
+    clients: &mut [Client],
+    rounds: u64,
+    send: impl Fn(&mut Client, u64) -> Result<Value>,
+) -> Result<[f64; 2]> {
+    let mut all: [Vec<f64>; 2] = Default::default();
+    for round in 0..=rounds {
+        let (_, apart) = timed(|| {
+            clients.iter_mut().try_for_each(|client| {
+                let promise = send(client, 2 * round)?;
+                client.result(&promise).map(|_| ())
+            })
+        })?;
+        let (_, joined) = timed(|| {
+            let promises = clients.iter_mut();
+            let promises = promises.map(|client| send(client, 2 * round + 1));
+            let promises: Vec<Value> = promises.collect::<Result<_>>()?;
+            let mut waiting = clients.iter_mut().zip(&promises);
+            waiting.try_for_each(|(client, promise)| client.result(promise).map(|_| ()))
+        })?;
+        // The first round loads the models.
+        if round > 0 {
+            all[0].push(apart);
+            all[1].push(joined);
+        }
+    }
+    Ok(all.map(|seconds| median(seconds)))
+}
+
 fn main() -> Result<()> {
     let args = Args::parse();
     let pretrained = match &args.model {
@@ -196,5 +238,19 @@ fn main() -> Result<()> {
     println!("| `forward` of one example, with its result | {rate:.0} |");
     let rate = requests(&mut clients, Client::sample_one)?;
     println!("| `asample` of one token, with its result | {rate:.0} |");
+
+    println!(
+        "| {SESSIONS} models, a request each | one after the other, ms | together, ms | relative |"
+    );
+    println!("| --- | ---: | ---: | ---: |");
+    for tokens in [8, 32, 64] {
+        let times = together(&mut clients, args.steps, |client, _| {
+            client.promise_pass(tokens)
+        })?;
+        report(&format!("`forward_backward` of {tokens} tokens"), times);
+    }
+    clients.iter_mut().try_for_each(Client::save)?;
+    let times = together(&mut clients, args.steps, Client::promise_samples)?;
+    report(&format!("`asample` of {TOKENS} tokens"), times);
     Ok(())
 }

@@ -19,7 +19,7 @@ pub(crate) struct Client {
     model: String,
     /// Number of the last request to the model.
     seq: u64,
-    /// Sampling session of the base model.
+    /// Sampling session of the base model, and later of the session's own model.
     sampler: Value,
 }
 
@@ -81,7 +81,7 @@ impl Client {
     }
 
     /// Waits for a promised result.
-    fn result(&mut self, promise: &Value) -> Result<Value> {
+    pub(crate) fn result(&mut self, promise: &Value) -> Result<Value> {
         let id = json!({"request_id": promise["request_id"]});
         loop {
             let path = "/api/v1/retrieve_future";
@@ -149,15 +149,34 @@ impl Client {
 
     /// Computes log-probs of one example.
     pub(crate) fn forward(&mut self) -> Result<()> {
-        let tokens: Vec<u32> = (0..16).map(|at| at % 15).collect();
-        let target_tokens = json!({"data": tokens, "dtype": "int64"});
-        let data = json!([{
-            "model_input": {"chunks": [{"tokens": tokens}]},
-            "loss_fn_inputs": {"target_tokens": target_tokens},
-        }]);
-        let input = json!({"data": data, "loss_fn": "cross_entropy"});
-        let body = self.numbered(json!({"forward_input": input}));
+        let body = self.numbered(json!({"forward_input": likelihood(16)}));
         self.call("forward", &body).map(|_| ())
+    }
+
+    /// Promises a pass over an example with this number of tokens.
+    pub(crate) fn promise_pass(&mut self, tokens: u32) -> Result<Value> {
+        let body = self.numbered(json!({"forward_backward_input": likelihood(tokens)}));
+        self.post("forward_backward", &body)
+    }
+
+    /// Makes a step, and samples from the model from now on.
+    pub(crate) fn save(&mut self) -> Result<()> {
+        let step = self.numbered(json!({"adam_params": {"learning_rate": LEARNING_RATE}}));
+        self.call("optim_step", &step)?;
+        let save = self.numbered(json!({"sampling_session_seq_id": 1}));
+        let saved = self.call("save_weights_for_sampler", &save)?;
+        self.sampler = saved["sampling_session_id"].clone();
+        Ok(())
+    }
+
+    /// Promises a sample.
+    pub(crate) fn promise_samples(&mut self, seq: u64) -> Result<Value> {
+        let body = json!({
+            "sampling_session_id": self.sampler, "seq_id": seq,
+            "prompt": {"chunks": [{"tokens": [1, 2, 3, 4]}]},
+            "sampling_params": {"max_tokens": TOKENS, "stop": []},
+        });
+        self.post("asample", &body)
     }
 
     /// Samples one token from the base model.
@@ -169,6 +188,17 @@ impl Client {
         });
         self.call("asample", &body).map(|_| ())
     }
+}
+
+/// An input for `cross_entropy`: one example with this number of tokens.
+fn likelihood(tokens: u32) -> Value {
+    let tokens: Vec<u32> = (0..tokens).map(|at| at % 15).collect();
+    let target_tokens = json!({"data": tokens, "dtype": "int64"});
+    let data = json!([{
+        "model_input": {"chunks": [{"tokens": tokens}]},
+        "loss_fn_inputs": {"target_tokens": target_tokens},
+    }]);
+    json!({"data": data, "loss_fn": "cross_entropy"})
 }
 
 fn text(body: &Value, name: &str) -> Result<String> {

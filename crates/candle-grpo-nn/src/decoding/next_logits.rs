@@ -7,6 +7,7 @@ use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows};
 
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::NewTokens;
+use crate::model::adapter_rows::adapter_rows;
 use crate::model::input::attention;
 use crate::model::linear::Products;
 use crate::model::pass::{Context, Pass};
@@ -32,7 +33,8 @@ impl Decoder {
     ///
     /// Leaves the cache unchanged if `new` is empty, a sequence has no tokens, appears twice or is
     /// not in `cache`, a token is not below `vocab_size`, a sequence exceeds
-    /// `max_position_embeddings`, or the cache has a different number of layers. After any other
+    /// `max_position_embeddings`, a sequence has adapters that the decoder does not have, or the
+    /// cache has a different number of layers. After any other
     /// error, the sequences in `new` are invalid.
     ///
     /// ```
@@ -127,6 +129,15 @@ impl Decoder {
             states.extend(cache.slot(id)?.map(|slot| SlotRows { slot, rows }));
         }
         let slots = &*states;
+        let adapters = match self.num_adapters() {
+            1 => Vec::new(),
+            _ => {
+                let rows = new
+                    .iter()
+                    .map(|(id, rows)| Ok((cache.adapter(*id)?, rows.len())));
+                adapter_rows(rows.collect::<Result<Vec<_>>>()?)
+            }
+        };
         ids.extend(positions);
         let ids_and_positions = Tensor::from_vec(ids, (2, n), device)?;
         let pass = Pass {
@@ -145,6 +156,7 @@ impl Decoder {
                 },
             },
             routes: Routes::default(),
+            adapters: &adapters,
         };
         let x = self.embed(&ids_and_positions.get(0)?)?.detach();
         let (mut x, mut change, routers) = self.run_blocks(x, &pass)?;
@@ -222,6 +234,10 @@ impl Decoder {
         for (index, (id, tokens)) in new.iter().enumerate() {
             if tokens.is_empty() {
                 bail!("new[{index}]: no tokens, must have at least one");
+            }
+            let (adapter, adapters) = (cache.adapter(*id)?, self.num_adapters());
+            if adapter >= adapters {
+                bail!("new[{index}]: adapter {adapter}, must be below {adapters}");
             }
             let total = cache.len(*id)? + tokens.len();
             if total > config.max_position_embeddings {

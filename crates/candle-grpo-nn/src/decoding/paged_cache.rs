@@ -90,6 +90,8 @@ struct Sequence {
     /// Slot for the sequence's states. `None` without positions or without layers that have
     /// states.
     slot: Option<usize>,
+    /// Index of its adapters in a joined decoder.
+    adapter: usize,
 }
 
 impl PagedCache {
@@ -201,6 +203,15 @@ impl PagedCache {
         self.insert(Sequence::default())
     }
 
+    /// Adds an empty sequence with the adapters of the decoder with this index in a [joined
+    /// one](crate::Decoder::joined). Its forks have the same. [`Self::add`] has the index 0.
+    pub fn add_with_adapter(&mut self, adapter: usize) -> SequenceId {
+        self.insert(Sequence {
+            adapter,
+            ..Sequence::default()
+        })
+    }
+
     /// Adds a sequence that starts with all positions in `id` and shares their memory. States are
     /// copied.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
@@ -303,6 +314,11 @@ impl PagedCache {
             sequence.len += 1;
         }
         Ok(slots)
+    }
+
+    /// Index of a sequence's adapters.
+    pub(crate) fn adapter(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.get(id)?.adapter)
     }
 
     pub(crate) fn spans(&self, id: SequenceId) -> Result<&[PageSpan]> {

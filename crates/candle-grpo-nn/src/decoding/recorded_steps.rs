@@ -59,7 +59,7 @@ impl RecordedSteps {
         cache: &PagedCache,
         new: &NewTokens,
     ) -> Result<Option<Tensor>> {
-        if decoder.expert_choices() > 0 || decoder.has_states() {
+        if decoder.expert_choices() > 0 || decoder.has_states() || decoder.num_adapters() > 1 {
             return Ok(None);
         }
         if !self
@@ -129,6 +129,7 @@ impl RecordedStep {
                     slots: &[],
                 },
                 routes: Routes::default(),
+                adapters: &[],
             };
             let (x, change, _) = decoder.run_blocks(decoder.embed(&tokens)?.detach(), &pass)?;
             let result = decoder.norm(&x, change.as_ref())?.detach();

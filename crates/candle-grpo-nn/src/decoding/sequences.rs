@@ -15,6 +15,19 @@ pub trait Decoding: Send {
     /// Adds an empty sequence.
     fn add(&mut self) -> SequenceId;
 
+    /// Adds an empty sequence with the adapters of a decoder in a [joined
+    /// one](Decoder::joined), by its index. Its forks have the same. The default has no adapters.
+    ///
+    /// # Errors
+    ///
+    /// If the model has no such adapters.
+    fn add_with_adapter(&mut self, adapter: usize) -> Result<SequenceId> {
+        if adapter > 0 {
+            bail!("adapter: {adapter}, must be 0: this model is not a joined decoder");
+        }
+        Ok(self.add())
+    }
+
     /// Adds a sequence that starts with all tokens in `id`.
     ///
     /// # Errors
@@ -213,6 +226,14 @@ pub(crate) struct PagedDecoding<'a> {
 impl Decoding for PagedDecoding<'_> {
     fn add(&mut self) -> SequenceId {
         self.cache.add()
+    }
+
+    fn add_with_adapter(&mut self, adapter: usize) -> Result<SequenceId> {
+        let adapters = self.decoder.num_adapters();
+        if adapter >= adapters {
+            bail!("adapter: {adapter}, must be below {adapters}, the joined decoders");
+        }
+        Ok(self.cache.add_with_adapter(adapter))
     }
 
     fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {

@@ -111,8 +111,13 @@ impl QueryKeyNorms {
 impl Mixer for Attention {
     type Record = AttentionRecord;
 
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        let inputs = self.inputs.linear().iter_mut();
+        inputs.chain([&mut self.output]).collect()
+    }
+
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let mut projected = self.inputs.forward(x, pass.products())?;
+        let mut projected = self.inputs.forward(x, pass)?;
         let gate = self
             .output_gate
             .then(|| {
@@ -142,7 +147,7 @@ impl Mixer for Attention {
         });
         let gated = gated.transpose()?;
         let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
-        let y = self.output.forward(result, pass.products())?;
+        let y = self.output.forward(result, pass)?;
         let record = AttentionRecord {
             before_norm,
             query_key_value,
@@ -169,7 +174,9 @@ impl Mixer for Attention {
             gated,
         } = record;
         let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
-        let mut mixed_gradient = self.output.backward(result, gradient, None, sink)?;
+        let mut mixed_gradient =
+            self.output
+                .backward(result, gradient, None, (pass, &mut *sink))?;
         let mut gate_gradient = None;
         if let Some([gate, gated]) = gated {
             let sigmoid = sigmoid(&gate)?;
@@ -196,6 +203,6 @@ impl Mixer for Attention {
             query_gradient = self.whole_heads([&query_gradient, &gate_gradient])?;
         }
         let gradients = [query_gradient, key_gradient, value_gradient];
-        self.inputs.backward(x, &gradients, sink)
+        self.inputs.backward(x, &gradients, (pass, sink))
     }
 }

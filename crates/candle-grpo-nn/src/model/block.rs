@@ -8,6 +8,7 @@ use crate::config::architecture::{BlockPlan, ChannelPlan, SublayerPlan, TokenMix
 use crate::model::attention::{Attention, AttentionRecord};
 use crate::model::experts::{Experts, ExpertsRecord};
 use crate::model::gated_delta::{GatedDelta, GatedDeltaRecord};
+use crate::model::linear::Linear;
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
@@ -18,6 +19,9 @@ use crate::optim::grad_sink::GradSink;
 pub(crate) trait Mixer {
     /// Forward-pass tensors that the backward pass needs.
     type Record;
+
+    /// The linear maps, in the same order in each mixer of this type.
+    fn linear(&mut self) -> Vec<&mut Linear>;
 
     /// `[N, hidden]` to `[N, hidden]`.
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Record)>;
@@ -106,6 +110,13 @@ impl Block {
         })
     }
 
+    /// The linear maps.
+    pub(crate) fn linear(&mut self) -> Vec<&mut Linear> {
+        let mut all = self.tokens.mixer.linear();
+        all.extend(self.mlp.mixer.linear());
+        all
+    }
+
     /// Returns whether the token mixer has a recurrent state.
     pub(crate) fn has_state(&self) -> bool {
         matches!(self.tokens.mixer, TokenMixer::GatedDelta(_))
@@ -149,6 +160,13 @@ impl TokenMixer {
 impl Mixer for TokenMixer {
     type Record = TokenMixerRecord;
 
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        match self {
+            Self::Attention(mixer) => mixer.linear(),
+            Self::GatedDelta(mixer) => mixer.linear(),
+        }
+    }
+
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, TokenMixerRecord)> {
         Ok(match self {
             Self::Attention(mixer) => {
@@ -184,6 +202,13 @@ impl Mixer for TokenMixer {
 
 impl Mixer for Channel {
     type Record = ChannelRecord;
+
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        match self {
+            Self::Mlp(mlp) => mlp.linear(),
+            Self::Experts(experts) => experts.linear(),
+        }
+    }
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ChannelRecord)> {
         match self {

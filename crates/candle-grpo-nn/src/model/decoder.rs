@@ -13,6 +13,7 @@ use crate::model::divided_model::{Ahead, BackwardParts, DividedModel};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;
 use crate::model::language_model::check_hidden_gradient;
+use crate::model::linear::shares_memory;
 use crate::model::named_weight::NamedWeight;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
@@ -21,7 +22,7 @@ use crate::model::routes::{BalanceGradient, ExpertBalance, RouterChoice, Routes,
 use crate::optim::grad_sink::GradSink;
 use crate::{
     ActivationCheckpointing, Backward, DecoderConfig, Decoding, Gradients, Held, LanguageModel,
-    PackedTokens, PagedCache, Parameters,
+    Lora, PackedTokens, PagedCache, Parameters,
 };
 
 /// A decoder-only transformer from one of the families in [`ModelType`](crate::ModelType), with the
@@ -52,6 +53,8 @@ pub struct Decoder {
     recomputed_blocks: usize,
     /// The weights, if ranks divide them.
     divided: Option<DividedModel>,
+    /// Number of adapter sets; 1 without adapters.
+    num_adapters: usize,
     /// The same in all clones, which share their weights.
     #[cfg(feature = "cuda")]
     identity: std::sync::Arc<()>,
@@ -104,9 +107,97 @@ impl Decoder {
             output,
             recomputed_blocks: 0,
             divided: None,
+            num_adapters: 1,
             #[cfg(feature = "cuda")]
             identity: std::sync::Arc::default(),
         })
+    }
+
+    /// Joins decoders that share their base weights and have different adapters, or none.
+    ///
+    /// A pass of the joined decoder computes the products with the base weights once for all
+    /// sequences, and each sequence gets the adapters of its decoder. To sample, choose them with
+    /// [`PagedCache::add_with_adapter`]. To train, pass [`PackedTokens::joined`] to
+    /// [`LanguageModel::record`], and call [`Backward::backward_joined`]. On the CPU, the results
+    /// are bit-identical to those of the separate decoders. It sees updates of adapters that the
+    /// decoders share with variables.
+    ///
+    /// # Errors
+    ///
+    /// If there are no decoders, if they have different configurations or base weights in different
+    /// memory, or if several have experts.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Result};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+    /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+    /// let base = Parameters::init(&model, 7, &Device::Cpu)?;
+    /// let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, &Device::Cpu)?;
+    /// let plain = Decoder::new(&model, base.detached_var_builder())?;
+    /// let adapted = Decoder::new(&model, lora.detached_var_builder(&base)?)?;
+    ///
+    /// let joined = Decoder::joined(&[&plain, &adapted])?;
+    /// let mut cache = PagedCache::new(&model, DType::F32, &Device::Cpu)?;
+    /// let (a, b) = (cache.add(), cache.add_with_adapter(1));
+    /// let logits = joined.next_logits(&[(a, &[5, 6]), (b, &[7])], &mut cache)?;
+    /// assert_eq!(logits.dims(), [2, 11]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn joined(decoders: &[&Self]) -> Result<Self> {
+        let Some((first, others)) = decoders.split_first() else {
+            bail!("decoders: none, must be at least one");
+        };
+        if let Some(at) = decoders.iter().position(|one| one.divided.is_some()) {
+            bail!("decoders[{at}]: its weights are divided between ranks, must be whole");
+        }
+        let mut joined = (*first).clone();
+        #[cfg(feature = "cuda")]
+        {
+            joined.identity = std::sync::Arc::default();
+        }
+        for (at, other) in others.iter().enumerate() {
+            joined.join((*other).clone()).map_err(|error| {
+                candle_core::Error::msg(format!("decoders[{}]: {error}", at + 1))
+            })?;
+        }
+        Ok(joined)
+    }
+
+    fn join(&mut self, mut other: Self) -> Result<()> {
+        if self.config != other.config {
+            bail!("another configuration, must be that of the first decoder");
+        }
+        if self.choices > 0 {
+            bail!("has experts, must have none");
+        }
+        for (own, other) in [
+            (&self.embedding, &other.embedding),
+            (&self.output, &other.output),
+        ] {
+            if !shares_memory(&own.tensor, &other.tensor) {
+                bail!(
+                    "{}: another tensor, must be that of the first decoder",
+                    own.name
+                );
+            }
+        }
+        let maps = self.blocks.iter_mut().flat_map(Block::linear);
+        let others = other.blocks.iter_mut().flat_map(Block::linear);
+        for (map, other) in maps.zip(others) {
+            map.join(other.clone())?;
+        }
+        self.num_adapters += other.num_adapters;
+        Ok(())
+    }
+
+    /// Number of decoders that were [joined](Self::joined); 1 for one that was not.
+    pub fn num_adapters(&self) -> usize {
+        self.num_adapters
     }
 
     /// Returns whether both decoders are clones of one, with the same weights.
@@ -416,8 +507,28 @@ impl Backward for DecoderBackward<'_> {
         trained: &Parameters,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        self.add_gradients(hidden_gradient, &mut GradSink::new(trained, gradients))
-            .inspect_err(|_| gradients.clear())
+        let add = || match self.decoder.num_adapters {
+            1 => self.add_gradients(hidden_gradient, &mut GradSink::new(trained, gradients)),
+            number => bail!("decoder: {number} joined ones, must be one: call backward_joined"),
+        };
+        add().inspect_err(|_| gradients.clear())
+    }
+
+    fn backward_joined(
+        self: Box<Self>,
+        hidden_gradient: &Tensor,
+        mut adapters: Vec<(&Lora, &mut Gradients)>,
+    ) -> Result<()> {
+        let (found, number) = (adapters.len(), self.decoder.num_adapters);
+        let all = adapters.iter_mut();
+        let sink = GradSink::joined(all.map(|(lora, sums)| (lora.parameters(), &mut **sums)));
+        let added = match sink {
+            Some(mut sink) if found == number => self.add_gradients(hidden_gradient, &mut sink),
+            _ => Err(candle_core::Error::msg(format!(
+                "adapters: {found}, must be {number}, one for each joined decoder"
+            ))),
+        };
+        added.inspect_err(|_| adapters.iter_mut().for_each(|(_, sums)| sums.clear()))
     }
 }
 

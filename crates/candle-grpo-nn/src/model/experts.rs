@@ -138,9 +138,14 @@ impl ExpertsRecord {
 impl Mixer for Experts {
     type Record = ExpertsRecord;
 
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        let experts = self.experts.iter_mut().flat_map(Mixer::linear);
+        experts.chain([&mut self.router]).collect()
+    }
+
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ExpertsRecord)> {
         let products = pass.products();
-        let logits = self.router.forward(x, products)?;
+        let logits = self.router.forward(x, pass)?;
         let chosen = match pass.routes.replayed(self.number, self.routing.top_k())? {
             Some(chosen) => chosen,
             None => self.routing.choose(&logits)?,
@@ -214,6 +219,7 @@ impl Mixer for Experts {
         }
         drop((rows, of_results));
         let of_x = plan.by_token(of_rows, (n, hidden))?.sum(1)?;
-        self.router.backward(x, &of_logits, Some(of_x), sink)
+        self.router
+            .backward(x, &of_logits, Some(of_x), (pass, sink))
     }
 }

@@ -72,9 +72,14 @@ impl GatedDelta {
 impl Mixer for GatedDelta {
     type Record = GatedDeltaRecord;
 
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        let inputs = self.inputs.linear().iter_mut();
+        inputs.chain([&mut self.output]).collect()
+    }
+
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, GatedDeltaRecord)> {
         let x = pass.without_padding(x)?;
-        let [qkv, z, b, a] = self.inputs.forward(&x, pass.products())?;
+        let [qkv, z, b, a] = self.inputs.forward(&x, pass)?;
         let (g, beta) = delta_gates(&a, &b, &self.a_log.tensor, &self.dt_bias.tensor)?;
         let weight = self.conv_weight()?;
         let (convolved, o) = pass.delta_rule(self.layer, [&qkv, &weight, &g, &beta], self.heads)?;
@@ -82,7 +87,7 @@ impl Mixer for GatedDelta {
         if !pass.products().have_gradients() {
             gated = gated.detach();
         }
-        let y = self.output.forward(&gated, pass.products())?;
+        let y = self.output.forward(&gated, pass)?;
         let record = GatedDeltaRecord {
             qkv,
             z,
@@ -112,7 +117,9 @@ impl Mixer for GatedDelta {
             o,
             gated,
         } = record;
-        let gradient = self.output.backward(&gated, gradient, None, sink)?;
+        let gradient = self
+            .output
+            .backward(&gated, gradient, None, (pass, &mut *sink))?;
         drop(gated);
         let normalized = self.norm.forward_heads(&o)?;
         let (of_z, of_normalized) = swiglu_gradient(&z, &normalized, &gradient)?;
@@ -130,6 +137,7 @@ impl Mixer for GatedDelta {
         )?;
         sink.add(&self.a_log, || Ok(of_a_log))?;
         sink.add(&self.dt_bias, || Ok(of_dt_bias))?;
-        self.inputs.backward(x, &[of_qkv, of_z, of_b, of_a], sink)
+        self.inputs
+            .backward(x, &[of_qkv, of_z, of_b, of_a], (pass, sink))
     }
 }

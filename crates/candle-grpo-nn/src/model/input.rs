@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_grpo_kernels::{CausalAttention, PrefixTree, Sequences};
 
+use crate::model::adapter_rows::{AdapterRows, adapter_rows};
 use crate::model::pass::{Context, Pass, StateRows};
 use crate::model::rope::RopeAngles;
 use crate::model::routes::Routes;
@@ -19,6 +20,8 @@ pub(crate) struct Input {
     states: Option<StateRows>,
     /// Experts to replay, u32 `[N, expert_choices]`.
     experts: Option<Tensor>,
+    /// Rows for each of a joined decoder's adapters.
+    adapters: Vec<AdapterRows>,
 }
 
 impl Input {
@@ -45,10 +48,15 @@ impl Input {
             shared: None,
             states: decoder.has_states().then(states).transpose()?,
             experts: None,
+            adapters: Vec::new(),
         })
     }
 
     pub(crate) fn packed(decoder: &Decoder, tokens: &PackedTokens) -> Result<Self> {
+        let (parts, adapters) = (tokens.parts().len(), decoder.num_adapters());
+        if parts != adapters {
+            bail!("tokens: {parts} parts, must be {adapters}, one for each joined decoder");
+        }
         let limit = decoder.config().max_position_embeddings;
         let lengths = tokens.lengths();
         if let Some(sequence) = lengths.iter().position(|&length| length > limit) {
@@ -88,6 +96,10 @@ impl Input {
             shared: SharedRows::new(tokens)?,
             states: decoder.has_states().then(states).transpose()?,
             experts: tokens.experts().cloned(),
+            adapters: match adapters {
+                1 => Vec::new(),
+                _ => adapter_rows(tokens.parts().iter().copied().enumerate()),
+            },
         })
     }
 
@@ -103,6 +115,7 @@ impl Input {
                 replayed: self.experts.as_ref(),
                 balance: None,
             },
+            adapters: &self.adapters,
         }
     }
 }
@@ -114,6 +127,10 @@ pub(crate) fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttent
 }
 
 fn check_padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<()> {
+    if decoder.num_adapters() > 1 {
+        let number = decoder.num_adapters();
+        bail!("decoder: {number} joined ones, must be one to read padded tokens");
+    }
     let &[batch, length] = ids.dims() else {
         bail!("input_ids: shape {:?}, must be [B, S]", ids.dims());
     };

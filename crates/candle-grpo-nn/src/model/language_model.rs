@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::decoding::full_pass;
 use crate::model::routes::ExpertBalance;
-use crate::{Decoding, DividedModel, Gradients, PackedTokens, Parameters, SequenceStates};
+use crate::{Decoding, DividedModel, Gradients, Lora, PackedTokens, Parameters, SequenceStates};
 
 /// A causal language model: it computes hidden states, and exposes its output layer's weight.
 ///
@@ -113,6 +113,27 @@ pub trait Backward {
         trained: &Parameters,
         gradients: &mut Gradients,
     ) -> Result<()>;
+
+    /// Like [`Self::backward`] for a [joined decoder](crate::Decoder::joined): adds the gradients
+    /// for each of its adapters, in their order. By default, this is an error.
+    ///
+    /// On the CPU, f32 gradients are bit-identical to those from the separate decoders if each part
+    /// has at least two rows.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::backward`]. Also if there are not as many adapters as decoders.
+    fn backward_joined(
+        self: Box<Self>,
+        hidden_gradient: &Tensor,
+        adapters: Vec<(&Lora, &mut Gradients)>,
+    ) -> Result<()> {
+        let _ = hidden_gradient;
+        for (_, gradients) in adapters {
+            gradients.clear();
+        }
+        bail!("model: not a joined decoder, must be one")
+    }
 }
 
 /// The backward pass through Candle's graph.

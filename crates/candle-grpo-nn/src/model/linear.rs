@@ -8,6 +8,7 @@ use crate::config::architecture::{MapPlan, MapsPlan};
 use crate::decoding::PackedWeights;
 use crate::model::frozen_linear::{linear, tiles};
 use crate::model::named_weight::NamedWeight;
+use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
 /// `y = x w^T + bias + scaling * x a^T b^T` for flat rows.
@@ -18,7 +19,8 @@ use crate::optim::grad_sink::GradSink;
 pub(crate) struct Linear {
     weight: NamedWeight,
     bias: Option<NamedWeight>,
-    adapter: Option<Adapter>,
+    /// One entry, or one for each decoder in a joined one.
+    adapters: Vec<Option<Adapter>>,
 }
 
 /// A low-rank adapter.
@@ -80,16 +82,27 @@ impl Linear {
             bias: bias
                 .then(|| NamedWeight::get(&vb, outputs, "bias"))
                 .transpose()?,
-            adapter: vb
-                .contains_tensor(LORA_A)
-                .then(|| Adapter::new(inputs, outputs, &vb))
-                .transpose()?,
+            adapters: vec![
+                vb.contains_tensor(LORA_A)
+                    .then(|| Adapter::new(inputs, outputs, &vb))
+                    .transpose()?,
+            ],
         })
     }
 
+    /// Adds the adapters of a map with the same weight.
+    pub(crate) fn join(&mut self, other: Self) -> Result<()> {
+        let name = &self.weight.name;
+        if !shares_memory(&self.weight.tensor, &other.weight.tensor) {
+            bail!("{name}: another tensor, must be that of the first decoder");
+        }
+        self.adapters.extend(other.adapters);
+        Ok(())
+    }
+
     /// Maps `[N, inputs]` to `[N, outputs]`.
-    pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<Tensor> {
-        let [y] = Self::forward_all([self], x, products)?;
+    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let [y] = Self::forward_all([self], x, pass)?;
         Ok(y)
     }
 
@@ -97,21 +110,38 @@ impl Linear {
     fn forward_all<const M: usize>(
         maps: [&Self; M],
         x: &Tensor,
-        products: Products,
+        pass: &Pass,
     ) -> Result<[Tensor; M]> {
+        let products = pass.products();
         let mut results = products.compute(x, &maps.map(|map| &map.weight.tensor))?;
         Self::add_biases(maps, &mut results, products)?;
         for (map, y) in maps.iter().zip(&mut results) {
-            if let Some(Adapter { a, b, scaling }) = &map.adapter {
-                let inner = products.compute(x, &[&a.tensor])?;
-                let change = products.compute(&inner[0], &[&b.tensor])?;
-                *y = (&*y + (&change[0] * *scaling)?)?;
+            if let Some(adapted) = map.adapted(x, y, pass)? {
+                *y = adapted;
             }
             if !products.have_gradients() {
                 *y = y.detach();
             }
         }
         array(results)
+    }
+
+    /// Returns `y` with the change by the adapters to each row. `None` without adapters.
+    fn adapted(&self, x: &Tensor, y: &Tensor, pass: &Pass) -> Result<Option<Tensor>> {
+        if self.adapters.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let adapted = |at: usize, x: &Tensor, y: Tensor| match self.adapters.get(at) {
+            Some(Some(adapter)) => adapter.add(x, y, pass.products()),
+            Some(None) => Ok(y),
+            None => bail!("adapters: {at}, must be below {}", self.adapters.len()),
+        };
+        if pass.adapters.is_empty() {
+            return adapted(0, x, y.clone()).map(Some);
+        }
+        let parts = pass.adapters.iter();
+        let parts = parts.map(|part| adapted(part.adapter, &part.of(x)?, part.of(y)?));
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0).map(Some)
     }
 
     /// Adds each map's bias, if any, to its output.
@@ -145,7 +175,7 @@ impl Linear {
         x: &Tensor,
         gradient: &Tensor,
         sum: Option<Tensor>,
-        sink: &mut GradSink,
+        (pass, sink): (&Pass, &mut GradSink),
     ) -> Result<Tensor> {
         sink.add_product(&self.weight, &gradient.t()?, x)?;
         if let Some(bias) = &self.bias {
@@ -157,10 +187,22 @@ impl Linear {
             x_gradient = Some(plus_product(x_gradient, &gradient, &weight?)?);
         }
         let x_gradient = x_gradient.map_or_else(|| x.zeros_like(), Ok)?;
-        match &self.adapter {
-            None => Ok(x_gradient),
-            Some(adapter) => adapter.backward(x, gradient, x_gradient, sink),
+        if self.adapters.iter().all(Option::is_none) {
+            return Ok(x_gradient);
         }
+        let mut backward =
+            |at: usize, x: &Tensor, gradient: &Tensor, sum: Tensor| match self.adapters.get(at) {
+                Some(Some(adapter)) => adapter.backward(x, gradient, sum, sink.of_adapter(at)?),
+                _ => Ok(sum),
+            };
+        if pass.adapters.is_empty() {
+            return backward(0, x, gradient, x_gradient);
+        }
+        let parts = pass.adapters.iter().map(|part| {
+            let [x, gradient, sum] = [x, gradient, &x_gradient].map(|all| part.of(all));
+            backward(part.adapter, &x?, &gradient?, sum?)
+        });
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
     }
 }
 
@@ -191,12 +233,12 @@ impl<const M: usize> Maps<M> {
     }
 
     /// Maps `[N, inputs]` to one `[N, outputs]` per map.
-    pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<[Tensor; M]> {
+    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<[Tensor; M]> {
         let (map, widths) = match self {
-            Self::Apart(maps) => return Linear::forward_all(maps.each_ref(), x, products),
+            Self::Apart(maps) => return Linear::forward_all(maps.each_ref(), x, pass),
             Self::Joined { map, widths } => (map, widths),
         };
-        let all = map.forward(x, products)?;
+        let all = map.forward(x, pass)?;
         let mut first = 0;
         let parts = widths.iter().map(|&width| {
             let part = all.narrow(1, first, width)?.contiguous();
@@ -206,22 +248,32 @@ impl<const M: usize> Maps<M> {
         array(parts.collect::<Result<Vec<_>>>()?)
     }
 
+    /// The linear maps.
+    pub(crate) fn linear(&mut self) -> &mut [Linear] {
+        match self {
+            Self::Apart(maps) => maps,
+            Self::Joined { map, .. } => std::slice::from_mut(map),
+        }
+    }
+
     /// Returns the gradient with respect to `x`, given the output gradients.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
         gradients: &[Tensor; M],
-        sink: &mut GradSink,
+        (pass, sink): (&Pass, &mut GradSink),
     ) -> Result<Tensor> {
         match self {
             Self::Apart(maps) => {
                 let mut sum = None;
                 for (map, gradient) in maps.iter().zip(gradients) {
-                    sum = Some(map.backward(x, gradient, sum, sink)?);
+                    sum = Some(map.backward(x, gradient, sum, (pass, &mut *sink))?);
                 }
                 sum.map_or_else(|| x.zeros_like(), Ok)
             }
-            Self::Joined { map, .. } => map.backward(x, &Tensor::cat(gradients, 1)?, None, sink),
+            Self::Joined { map, .. } => {
+                map.backward(x, &Tensor::cat(gradients, 1)?, None, (pass, sink))
+            }
         }
     }
 }
@@ -254,6 +306,13 @@ impl Adapter {
         })
     }
 
+    /// Returns `y` with the adapter's change to the rows.
+    fn add(&self, x: &Tensor, y: Tensor, products: Products) -> Result<Tensor> {
+        let inner = products.compute(x, &[&self.a.tensor])?;
+        let change = products.compute(&inner[0], &[&self.b.tensor])?;
+        y + (&change[0] * self.scaling)?
+    }
+
     /// See [`Linear::backward`].
     fn backward(
         &self,
@@ -269,6 +328,15 @@ impl Adapter {
         sink.add_product(&self.a, &inner_gradient.t()?, x)?;
         plus_product(Some(sum), &inner_gradient, &self.a.tensor)
     }
+}
+
+/// Returns whether two tensors are the same numbers in memory.
+pub(crate) fn shares_memory(a: &Tensor, b: &Tensor) -> bool {
+    let place = |x: &Tensor| {
+        let (storage, layout) = x.storage_and_layout();
+        (std::ptr::from_ref(&*storage) as usize, layout.clone())
+    };
+    a.dtype() == b.dtype() && place(a) == place(b)
 }
 
 /// Computes `sum + a b`, in place if the dtype of `sum` supports accumulation.

@@ -38,11 +38,15 @@ impl Mlp {
 impl Mixer for Mlp {
     type Record = MlpRecord;
 
+    fn linear(&mut self) -> Vec<&mut Linear> {
+        let inputs = self.inputs.linear().iter_mut();
+        inputs.chain([&mut self.down]).collect()
+    }
+
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, MlpRecord)> {
-        let products = pass.products();
-        let [gate, up] = self.inputs.forward(x, products)?;
+        let [gate, up] = self.inputs.forward(x, pass)?;
         let inner = (self.gate.forward)(&gate, &up)?;
-        let y = self.down.forward(&inner, products)?;
+        let y = self.down.forward(&inner, pass)?;
         Ok((y, MlpRecord { gate, up, inner }))
     }
 
@@ -50,14 +54,17 @@ impl Mixer for Mlp {
         &self,
         x: &Tensor,
         record: MlpRecord,
-        _: &Pass,
+        pass: &Pass,
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let inner_gradient = self.down.backward(&record.inner, gradient, None, sink)?;
+        let inner_gradient =
+            self.down
+                .backward(&record.inner, gradient, None, (pass, &mut *sink))?;
         let (gate_gradient, up_gradient) =
             (self.gate.backward)(&record.gate, &record.up, &inner_gradient)?;
         drop((record, inner_gradient));
-        self.inputs.backward(x, &[gate_gradient, up_gradient], sink)
+        self.inputs
+            .backward(x, &[gate_gradient, up_gradient], (pass, sink))
     }
 }

@@ -4,6 +4,7 @@
 //! one file. Sampling with a cache uses the same forward pass with a different context.
 
 mod activation_checkpointing;
+pub(crate) mod adapter_rows;
 mod attention;
 mod block;
 mod decoder;

@@ -8,6 +8,7 @@ use candle_grpo_kernels::{
 };
 
 use crate::decoding::PagedCache;
+use crate::model::adapter_rows::AdapterRows;
 use crate::model::linear::Products;
 use crate::model::rope::RopeAngles;
 use crate::model::routes::Routes;
@@ -20,6 +21,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) angles: &'a [RopeAngles],
     pub(crate) context: Context<'a>,
     pub(crate) routes: Routes<'a>,
+    /// In a joined decoder, the rows for each of its adapters. Empty: all rows have the same.
+    pub(crate) adapters: &'a [AdapterRows],
 }
 
 /// The tokens that a token attends to.

@@ -1,6 +1,6 @@
 //! Where a backward pass without a graph adds its gradients.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{
     add_bias_gradient, add_embedding_gradient, add_matmul, arithmetic_dtype, matmul,
 };
@@ -15,11 +15,41 @@ use crate::{Gradients, Parameters};
 pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
+    /// In a joined decoder, the sinks for the adapters after the first.
+    others: Vec<Self>,
 }
 
 impl<'a> GradSink<'a> {
     pub(crate) fn new(trained: &'a Parameters, gradients: &'a mut Gradients) -> Self {
-        Self { trained, gradients }
+        Self {
+            trained,
+            gradients,
+            others: Vec::new(),
+        }
+    }
+
+    /// Creates a sink for each of a joined decoder's adapters. `None` without any.
+    pub(crate) fn joined(
+        trained: impl IntoIterator<Item = (&'a Parameters, &'a mut Gradients)>,
+    ) -> Option<Self> {
+        let mut sinks = trained.into_iter().map(|(own, sums)| Self::new(own, sums));
+        let first = sinks.next()?;
+        Some(Self {
+            others: sinks.collect(),
+            ..first
+        })
+    }
+
+    /// Returns the sink for the adapter with this index.
+    pub(crate) fn of_adapter(&mut self, adapter: usize) -> Result<&mut Self> {
+        let sinks = 1 + self.others.len();
+        match adapter.checked_sub(1) {
+            None => Ok(self),
+            Some(other) => match self.others.get_mut(other) {
+                Some(sink) => Ok(sink),
+                None => bail!("trained: {sinks} sets of adapters, must be more than {adapter}"),
+            },
+        }
     }
 
     /// Adds the result of `gradient` if `weight` trains.
@@ -77,7 +107,9 @@ impl<'a> GradSink<'a> {
 
     /// Declares that the gradients whose names `is_final` selects are final in this backward pass.
     pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
-        self.gradients.complete(is_final)
+        let others = self.others.iter_mut().map(|other| &mut other.gradients);
+        let mut all = others.chain([&mut self.gradients]);
+        all.try_for_each(|gradients| gradients.complete(&is_final))
     }
 
     /// The gradients, to call other operations of all ranks in order with their sums.

@@ -16,6 +16,8 @@ pub struct PackedTokens {
     rows: Option<Vec<u32>>,
     /// Experts to replay for each row, u32 `[N, choices]`.
     experts: Option<Tensor>,
+    /// Number of rows in each part.
+    parts: Vec<usize>,
 }
 
 impl PackedTokens {
@@ -41,6 +43,7 @@ impl PackedTokens {
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: None,
             experts: None,
+            parts: vec![sequences.iter().map(Vec::len).sum()],
         })
     }
 
@@ -145,11 +148,59 @@ impl PackedTokens {
         }
         let shares = ids.len() < rows.len();
         Ok(Self {
+            parts: vec![ids.len()],
             ids: Tensor::new(ids, device)?,
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: shares.then_some(rows),
             experts: None,
         })
+    }
+
+    /// Concatenates the parts for the decoders in a [joined one](crate::Decoder::joined), in their
+    /// order. Tokens are shared within a part only.
+    ///
+    /// # Errors
+    ///
+    /// If there are no parts, they are on different devices, or one replays experts.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_grpo_nn::PackedTokens;
+    ///
+    /// let first = PackedTokens::sharing_prefixes(&[vec![1, 2], vec![1, 3]], &Device::Cpu)?;
+    /// let second = PackedTokens::new(&[vec![1, 2]], &Device::Cpu)?;
+    /// let joined = PackedTokens::joined(&[&first, &second])?;
+    /// assert_eq!(joined.ids().to_vec1::<u32>()?, [1, 2, 3, 1, 2]);
+    /// assert_eq!(joined.rows(), [0, 1, 0, 2, 3, 4]);
+    /// assert_eq!(joined.parts(), [3, 2]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn joined(parts: &[&Self]) -> Result<Self> {
+        if parts.is_empty() {
+            bail!("parts: none, must be at least one");
+        }
+        if let Some(at) = parts.iter().position(|part| part.experts.is_some()) {
+            bail!("parts[{at}]: replays experts, must not");
+        }
+        let (mut rows, mut first) = (Vec::new(), 0);
+        for part in parts {
+            rows.extend(part.rows().into_iter().map(|row| first + row));
+            first += part.parts.iter().sum::<usize>() as u32;
+        }
+        let ids: Vec<&Tensor> = parts.iter().map(|part| &part.ids).collect();
+        let shares = parts.iter().any(|part| part.rows.is_some());
+        Ok(Self {
+            ids: Tensor::cat(&ids, 0)?,
+            lengths: parts.iter().flat_map(|part| part.lengths.clone()).collect(),
+            rows: shares.then_some(rows),
+            experts: None,
+            parts: parts.iter().flat_map(|part| part.parts.clone()).collect(),
+        })
+    }
+
+    /// Number of rows in each of the [joined](Self::joined) parts; otherwise, that of all rows.
+    pub fn parts(&self) -> &[usize] {
+        &self.parts
     }
 
     /// Experts to replay, u32 `[N, choices]`, if the model does not choose them itself.

@@ -16,6 +16,7 @@ mod gguf;
 mod golden;
 mod gradients;
 mod instructions;
+mod joined;
 mod lora;
 mod parameters;
 mod recorded;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tempfile::{TempDir, tempdir};
 
 use super::recovery::names;
-use super::running::{MODEL, Running, example, pass, pretrained, step};
+use super::running::{MODEL, Running, example, numbers, pass, pretrained, step, tokens};
 
 /// The folder of a session's models.
 fn models(folder: &TempDir, session: &str) -> PathBuf {
@@ -79,6 +79,133 @@ fn two_sessions_beside_each_other_have_the_bits_of_each_alone() {
         threads.map(|thread| thread.join().unwrap())
     });
     assert_eq!(together, alone);
+}
+
+/// Trains models for two steps of two passes each, and returns all results. With `together`, the
+/// passes of all models wait for the engine at the same time.
+fn train_models(server: &Running, together: bool) -> Vec<Vec<Value>> {
+    let models: Vec<String> = (1..4)
+        .map(|seed| server.model(&server.session(), 0, seed))
+        .collect();
+    let mut results = vec![Vec::new(); models.len()];
+    for round in 0..4u64 {
+        let seq = 1 + round + round / 2;
+        let promise = |at: usize| {
+            let texts = texts();
+            let first = (at + round as usize) % texts.len();
+            // The number of examples differs, and the last model reads one token.
+            let data: Vec<Value> = match at {
+                2 => vec![example(&texts[first][..2])],
+                _ => texts[first..].iter().map(|text| example(text)).collect(),
+            };
+            let body = pass(&models[at], seq, "cross_entropy", &data);
+            server.post("forward_backward", &body)
+        };
+        if together {
+            let occupied = server.occupy();
+            let promises: Vec<Value> = (0..models.len()).map(promise).collect();
+            server.cancel(&occupied);
+            let found = server.results(&promises);
+            results
+                .iter_mut()
+                .zip(found)
+                .for_each(|(all, found)| all.push(found));
+        } else {
+            for (at, all) in results.iter_mut().enumerate() {
+                all.push(server.result(&promise(at)));
+            }
+        }
+        if round % 2 == 1 {
+            for (model, all) in models.iter().zip(&mut results) {
+                all.push(server.call("optim_step", &step(model, seq + 1)));
+            }
+        }
+    }
+    results
+}
+
+/// Passes that wait together are one, whose results and gradients have the bits of each.
+#[rstest]
+fn passes_that_join_have_the_bits_of_each_alone(
+    #[values(8, 2)] loaded: usize,
+    #[values(4096, 20)] tokens: usize,
+) {
+    let of = |together: bool| {
+        let folder = tempdir().unwrap();
+        let server = Running::with(TinkerConfig {
+            max_loaded_models: loaded,
+            micro_batch_tokens: tokens,
+            ..TinkerConfig::new(folder.path(), MODEL)
+        });
+        train_models(&server, together)
+    };
+    assert_eq!(of(true), of(false));
+}
+
+/// A pass that fails does not change the results of those that it would join.
+#[test]
+fn a_pass_that_fails_fails_alone() {
+    let folder = tempdir().unwrap();
+    let server = Running::start(folder.path());
+    let models: Vec<String> = (1..4)
+        .map(|seed| server.model(&server.session(), 0, seed))
+        .collect();
+    let data = [example(&texts()[2])];
+    let good = |model: &str, seq| pass(model, seq, "cross_entropy", &data);
+    let expected: Vec<Value> = models
+        .iter()
+        .map(|model| {
+            server.call("forward_backward", &good(model, 1));
+            server.call("forward", &good(model, 2))
+        })
+        .collect();
+    let mut not_finite = data[0].clone();
+    not_finite["loss_fn_inputs"] = json!({
+        "target_tokens": tokens(&[7, 7, 7]),
+        "logprobs": numbers(&[-1., -1000., -1.]),
+        "advantages": numbers(&[1., 1., 1.]),
+    });
+    let occupied = server.occupy();
+    let promises: Vec<Value> = models
+        .iter()
+        .enumerate()
+        .map(|(at, model)| {
+            let body = match at {
+                1 => pass(model, 3, "importance_sampling", &[not_finite.clone()]),
+                _ => good(model, 3),
+            };
+            server.post("forward_backward", &body)
+        })
+        .collect();
+    server.cancel(&occupied);
+    let found = server.results(&promises);
+    assert!(
+        found[1]["error"].as_str().unwrap().contains("finite"),
+        "{:?}",
+        found[1]
+    );
+    for at in [0, 2] {
+        assert_eq!(
+            found[at]["loss_fn_outputs"],
+            expected[at]["loss_fn_outputs"]
+        );
+    }
+    // The gradients of the first passes count, except where a later one failed.
+    let steps: Vec<Value> = models
+        .iter()
+        .map(|model| server.call("optim_step", &step(model, 4)))
+        .collect();
+    assert!(
+        steps[1]["error"].as_str().unwrap().contains("gradient"),
+        "{:?}",
+        steps[1]
+    );
+    for (at, seed) in [(0, 1), (2, 3)] {
+        let alone = server.model(&server.session(), 0, seed);
+        server.call("forward_backward", &good(&alone, 1));
+        server.call("forward_backward", &good(&alone, 2));
+        assert_eq!(server.call("optim_step", &step(&alone, 3)), steps[at]);
+    }
 }
 
 #[test]
@@ -283,23 +410,23 @@ fn a_wrong_pass_is_a_failed_result() {
             "ppo",
             json!({
                 "model_input": good["model_input"],
-                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 5])},
+                "loss_fn_inputs": {"target_tokens": tokens(&[1; 5])},
             }),
             "data[0].advantages: absent, must be given",
         ),
         (
             "cross_entropy",
-            with("target_tokens", super::running::tokens(&[1])),
+            with("target_tokens", tokens(&[1])),
             "data[0].target_tokens: 1 values, must have 5",
         ),
         (
             "cross_entropy",
-            with("target_tokens", super::running::tokens(&[1, 2, 3, 4, 99])),
+            with("target_tokens", tokens(&[1, 2, 3, 4, 99])),
             "target_tokens[4]: 99, must be below the vocabulary size 12",
         ),
         (
             "cross_entropy",
-            with("weights", super::running::tokens(&[1, 1])),
+            with("weights", tokens(&[1, 1])),
             "data[0].weights: 2 values, must have 5",
         ),
         (
@@ -312,19 +439,19 @@ fn a_wrong_pass_is_a_failed_result() {
         ),
         (
             "cross_entropy",
-            with("mask", super::running::numbers(&[1.; 5])),
+            with("mask", numbers(&[1.; 5])),
             "data[0].loss_fn_inputs: mask, must be target_tokens or weights, the inputs of this loss_fn",
         ),
         (
             "importance_sampling",
-            with("logprobs", super::running::numbers(&[1.; 5])),
+            with("logprobs", numbers(&[1.; 5])),
             "data[0].loss_fn_inputs: weights, must be target_tokens, logprobs or advantages, the inputs of this loss_fn",
         ),
         (
             "cross_entropy",
             json!({
                 "model_input": {"chunks": [{"tokens": [1, 99]}]},
-                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1, 2])},
+                "loss_fn_inputs": {"target_tokens": tokens(&[1, 2])},
             }),
             "data[0].model_input[1]: 99, must be below the vocabulary size 12",
         ),
@@ -332,7 +459,7 @@ fn a_wrong_pass_is_a_failed_result() {
             "cross_entropy",
             json!({
                 "model_input": {"chunks": [{"tokens": vec![1; 65]}]},
-                "loss_fn_inputs": {"target_tokens": super::running::tokens(&[1; 65])},
+                "loss_fn_inputs": {"target_tokens": tokens(&[1; 65])},
             }),
             "data[0].model_input: 65 tokens, must be at most 64, the positions of the model",
         ),

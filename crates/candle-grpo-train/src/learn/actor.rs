@@ -573,6 +573,32 @@ impl<M: LanguageModel> Actor<M> {
     }
 }
 
+impl Actor {
+    /// Computes `loss` of the output layer of the policy at `states`, in a pass of several
+    /// policies with adapters.
+    pub(super) fn at_states<T>(
+        &mut self,
+        states: &Tensor,
+        loss: impl FnOnce(Output<'_, Decoder>) -> Result<T>,
+    ) -> Result<T> {
+        let weight = output_weight(&self.policy, self.trained());
+        loss(Output {
+            policy: &self.policy,
+            config: &self.config,
+            states,
+            weight: &weight,
+            gradients: &mut self.descent.gradients,
+        })
+    }
+
+    /// Returns the adapters with their accumulated gradients.
+    pub(super) fn adapters_and_gradients(&mut self) -> Result<(&Lora, &mut Gradients)> {
+        let adapters = self.adapters.as_ref();
+        let adapters = adapters.context("adapters: absent, must be given")?;
+        Ok((adapters, &mut self.descent.gradients))
+    }
+}
+
 /// The output layer of a policy in a pass that trains it.
 pub(super) struct Output<'a, M> {
     pub(super) policy: &'a M,

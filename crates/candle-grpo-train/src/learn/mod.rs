@@ -45,7 +45,7 @@ pub use batch::TrainingBatch;
 pub use candle_grpo_nn::ComputeDType;
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use demonstrations::{DemonstrationConfig, Demonstrations};
-pub use given_targets::{TargetOutput, TargetRow};
+pub use given_targets::{TargetOutput, TargetPass, TargetRow};
 pub use memory_fit::MemoryFit;
 pub use memory_plan::{Draws, MemoryPlan};
 pub use micro_batches::{Auto, MicroBatchTokens};

@@ -67,6 +67,8 @@ pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
 struct Run<'a> {
     decoding: Box<dyn Decoding + 'a>,
     batch: &'a GenerationBatch<'a>,
+    /// Index of each prompt's adapters. Empty: all have the first.
+    adapters: &'a [usize],
     stop_strings: Option<StopStrings<'a>>,
     version: u64,
     prompts: Vec<PromptState<'a>>,
@@ -77,6 +79,8 @@ struct Run<'a> {
 /// A distinct prompt in a call.
 struct PromptState<'a> {
     tokens: &'a [u32],
+    /// Index of its adapters.
+    adapter: usize,
     /// Number of completions that have no sequence.
     waiting: usize,
     /// Its results, while completions wait.
@@ -204,6 +208,66 @@ impl<C: ModelConfig> LocalGenerator<C> {
         }
     }
 
+    /// Returns the model that the generator samples from.
+    pub fn model(&self) -> &C::Model {
+        &self.model
+    }
+
+    /// Samples like [`Generator::generate`] from a generator for a [joined
+    /// decoder](Decoder::joined). `adapters` has one index per prompt in `batch`, that of the
+    /// decoder to sample its completions from. On the CPU, they are bit-identical to those from
+    /// that decoder alone.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Generator::generate`]. Also if `adapters` has another length, or an index that the
+    /// model does not have.
+    pub fn generate_joined(
+        &self,
+        batch: &GenerationBatch<'_>,
+        adapters: &[usize],
+        deliver: &mut Deliver<'_>,
+    ) -> Result<()> {
+        ensure!(
+            adapters.len() == batch.prompts.len(),
+            "adapters: {}, must be {}, one for each prompt",
+            adapters.len(),
+            batch.prompts.len()
+        );
+        self.run(batch, adapters, deliver)
+    }
+
+    fn run(
+        &self,
+        batch: &GenerationBatch<'_>,
+        adapters: &[usize],
+        deliver: &mut Deliver<'_>,
+    ) -> Result<()> {
+        self.check(batch)?;
+        let mut run = Run {
+            decoding: self.decoding()?,
+            batch,
+            adapters,
+            stop_strings: StopStrings::new(batch)?,
+            version: self.version.load(Ordering::Acquire),
+            prompts: Vec::new(),
+            out_of_memory: None,
+        };
+        if let Some(mib) = batch.sampling.max_cache_mib {
+            let limit = run.decoding.limit_memory(mib.saturating_mul(1 << 20));
+            limit.with_context(|| format!("max_cache_mib: {mib}, must be absent"))?;
+        }
+        if self.device.is_cpu() {
+            // A thread from rayon's pool drives the model, so the pool does not have to be woken
+            // for each operator.
+            rayon::join(|| run.run(deliver), || ()).0
+        } else {
+            // A GPU may have a stream for each thread. On another thread, weights might be read
+            // before they are written.
+            run.run(deliver)
+        }
+    }
+
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
         let mut decoding = self.model.decoding()?;
         if self.records_steps {
@@ -255,28 +319,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
 
 impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
-        self.check(batch)?;
-        let mut run = Run {
-            decoding: self.decoding()?,
-            batch,
-            stop_strings: StopStrings::new(batch)?,
-            version: self.version.load(Ordering::Acquire),
-            prompts: Vec::new(),
-            out_of_memory: None,
-        };
-        if let Some(mib) = batch.sampling.max_cache_mib {
-            let limit = run.decoding.limit_memory(mib.saturating_mul(1 << 20));
-            limit.with_context(|| format!("max_cache_mib: {mib}, must be absent"))?;
-        }
-        if self.device.is_cpu() {
-            // A thread from rayon's pool drives the model, so the pool does not have to be woken
-            // for each operator.
-            rayon::join(|| run.run(deliver), || ()).0
-        } else {
-            // A GPU may have a stream for each thread. On another thread, weights might be read
-            // before they are written.
-            run.run(deliver)
-        }
+        self.run(batch, &[], deliver)
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_, C>, _: &dyn Progress) -> Result<()> {
@@ -351,10 +394,13 @@ impl Run<'_> {
     fn plan(&mut self) -> VecDeque<Live> {
         let mut state_of = HashMap::new();
         let mut waiting = VecDeque::new();
-        for request in self.batch.prompts {
-            let prompt = *state_of.entry(request.tokens).or_insert_with(|| {
+        for (at, request) in self.batch.prompts.iter().enumerate() {
+            let adapter = self.adapters.get(at).copied().unwrap_or_default();
+            let key = (request.tokens, adapter);
+            let prompt = *state_of.entry(key).or_insert_with(|| {
                 self.prompts.push(PromptState {
                     tokens: request.tokens,
+                    adapter,
                     waiting: 0,
                     computed: None,
                 });
@@ -595,7 +641,9 @@ impl Run<'_> {
         }
         let mut new: Vec<(SequenceId, &[u32])> = Vec::with_capacity(prompts.len());
         for &prompt in prompts {
-            new.push((self.decoding.add(), self.prompts[prompt].tokens));
+            let state = &self.prompts[prompt];
+            let sequence = self.decoding.add_with_adapter(state.adapter)?;
+            new.push((sequence, state.tokens));
         }
         let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
         let mut experts = self.recorded(experts, &new)?.into_iter();

@@ -6,7 +6,7 @@ use candle_grpo_kernels::{add_embedding_gradient, embedding};
 use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::{
-    Backward, DividedModel, Gradients, Held, LanguageModel, PackedTokens, Parameters,
+    Backward, Decoder, DividedModel, Gradients, Held, LanguageModel, Lora, PackedTokens, Parameters,
 };
 
 use super::{Sequence, TokenBatch};
@@ -73,22 +73,49 @@ pub(crate) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> 
 pub(crate) struct RecordedResponses<'a> {
     /// The [`predicting_states`] as a variable, where a loss's graph starts.
     pub(crate) states: Var,
+    selected: Selected,
+    weights: Vec<f32>,
+    backward: Box<dyn Backward + 'a>,
+}
+
+/// The hidden states that predict the responses, among those of all tokens.
+struct Selected {
     places: Tensor,
     hidden_shape: Shape,
     hidden_dtype: DType,
-    weights: Vec<f32>,
-    backward: Box<dyn Backward + 'a>,
+}
+
+impl Selected {
+    /// Selects the states in `hidden` `[N, H]`, and returns them as a variable.
+    fn new(hidden: &Tensor, places: Tensor) -> Result<(Var, Self)> {
+        let states = Var::from_tensor(&embedding(&places, hidden)?)?;
+        let selected = Self {
+            places,
+            hidden_shape: hidden.shape().clone(),
+            hidden_dtype: hidden.dtype(),
+        };
+        Ok((states, selected))
+    }
+
+    /// Returns the gradient `[N, H]`, given the state gradient; `None` is 0.
+    fn hidden_gradient(&self, states_gradient: Option<Tensor>) -> Result<Tensor> {
+        let device = self.places.device();
+        let sum = Tensor::zeros(&self.hidden_shape, DType::F32, device)?;
+        if let Some(states_gradient) = states_gradient {
+            add_embedding_gradient(&sum, &self.places, &states_gradient)?;
+        }
+        Ok(sum.to_dtype(self.hidden_dtype)?)
+    }
 }
 
 impl<'a> RecordedResponses<'a> {
     pub(crate) fn new(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
         let (hidden, backward) = model.record(&packed.tokens)?;
+        let (states, selected) = Selected::new(&hidden, packed.places)?;
         Ok(Self {
-            states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
-            places: packed.places,
+            states,
+            selected,
             weights: packed.weights,
-            hidden_shape: hidden.shape().clone(),
-            hidden_dtype: hidden.dtype(),
             backward,
         })
     }
@@ -115,16 +142,68 @@ impl<'a> RecordedResponses<'a> {
         trained: &Parameters,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        let sum = Tensor::zeros(self.hidden_shape, DType::F32, self.states.device())?;
-        if let Some(states_gradient) = states_gradient {
-            add_embedding_gradient(&sum, &self.places, &states_gradient)?;
-        }
-        drop(self.states);
-        let hidden_gradient = sum.to_dtype(self.hidden_dtype)?;
-        drop(sum);
+        let hidden_gradient = self.selected.hidden_gradient(states_gradient)?;
+        drop((self.states, self.selected));
         self.backward
             .backward(&hidden_gradient, trained, gradients)?;
         Ok(gradients.ensure_complete(trained)?)
+    }
+}
+
+/// A joined decoder's forward pass over the responses of several batches, one for each of its
+/// adapters, with its backward pass.
+pub(crate) struct JoinedResponses<'a> {
+    /// The [`predicting_states`] of each batch as a variable.
+    pub(crate) states: Vec<Var>,
+    selected: Vec<Selected>,
+    backward: Box<dyn Backward + 'a>,
+}
+
+impl<'a> JoinedResponses<'a> {
+    pub(crate) fn new(model: &'a Decoder, batches: Vec<Packed>) -> Result<Self> {
+        let tokens: Vec<&PackedTokens> = batches.iter().map(|packed| &packed.tokens).collect();
+        let tokens = PackedTokens::joined(&tokens)?;
+        let (hidden, backward) = model.record(&tokens)?;
+        let (mut states, mut selected) = (Vec::new(), Vec::new());
+        let mut first = 0;
+        for (&rows, packed) in tokens.parts().iter().zip(batches) {
+            let hidden = hidden.narrow(0, first, rows)?;
+            let (own, places) = Selected::new(&hidden, packed.places)?;
+            states.push(own);
+            selected.push(places);
+            first += rows;
+        }
+        Ok(Self {
+            states,
+            selected,
+            backward,
+        })
+    }
+
+    /// Accumulates the gradients for all adapters from the state gradients of all batches.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a variable receives no gradient. All gradients must then be cleared.
+    pub(crate) fn backward(
+        self,
+        states_gradients: Vec<Option<Tensor>>,
+        mut adapters: Vec<(&Lora, &mut Gradients)>,
+    ) -> Result<()> {
+        let parts = self.selected.iter().zip(states_gradients);
+        let parts: Vec<Tensor> = parts
+            .map(|(selected, gradient)| selected.hidden_gradient(gradient))
+            .collect::<Result<_>>()?;
+        drop((self.states, self.selected));
+        let hidden_gradient = Tensor::cat(&parts, 0)?;
+        drop(parts);
+        let sums = adapters.iter_mut().map(|(lora, sums)| (*lora, &mut **sums));
+        self.backward
+            .backward_joined(&hidden_gradient, sums.collect())?;
+        for (lora, gradients) in adapters {
+            gradients.ensure_complete(lora.parameters())?;
+        }
+        Ok(())
     }
 }
 

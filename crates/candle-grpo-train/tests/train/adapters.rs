@@ -6,16 +6,21 @@ use crate::common::{
 };
 use candle_core::DType;
 use candle_grpo_core::advantage::AdvantageName;
-use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
+use candle_grpo_loss::surrogate::Clip;
+use candle_grpo_loss::{
+    Aggregation, KlLoss, LogProbOptions, PolicyLoss, Recipe, Surrogate, linear_log_prob,
+};
 use candle_grpo_nn::optim::MasterWeights;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, Parameters,
 };
-use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{MemoryPlan, ReferenceRefresh};
+use candle_grpo_test_support::{device, noise_tensor};
+use candle_grpo_train::learn::{MemoryPlan, ReferenceRefresh, TargetOutput, TargetPass, TargetRow};
+use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::rollout::{CompletionSeed, GenerationBatch, LocalGenerator, PromptRequest};
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
-    TrainerParts,
+    Actor, Completion, ComputeDType, CriticConfig, NotFinite, Pretrained, Sample, SamplingConfig,
+    TokenBatch, TrainConfig, Trainer, TrainerParts,
 };
 
 fn config() -> TrainConfig {
@@ -341,4 +346,228 @@ fn frozen_weights_do_not_train() {
     let error = AdamW::new(AdamWConfig::default(), &frozen).unwrap_err();
     let error = error.to_string();
     assert!(error.contains(" is BF16, must be F32 to train"), "{error}");
+}
+
+/// Actors with different adapters over the same parameters.
+fn actors_over_one_base() -> Vec<Actor> {
+    let base = parameters();
+    let policy = |seed: u64| {
+        let config = LoraConfig::all_linear(1 + seed as usize, 8.);
+        let adapters = Lora::init(config, &model(), seed, device()).unwrap();
+        let config = common::actor_config(PolicyLoss::default());
+        Actor::with_adapters(model(), base.clone(), adapters, config).unwrap()
+    };
+    (1..4).map(policy).collect()
+}
+
+/// Rows for each of [`actors_over_one_base`], with its loss.
+fn rows_and_losses() -> Vec<(Vec<TargetRow>, PolicyLoss)> {
+    let row = |tokens: &[u32], old: bool| TargetRow {
+        tokens: tokens[..tokens.len() - 1].to_vec(),
+        targets: tokens[1..].to_vec(),
+        advantages: tokens[1..].iter().map(|&t| t as f32 - 1.5).collect(),
+        rollout_log_probs: old.then(|| vec![-1.5; tokens.len() - 1]),
+    };
+    let loss = |surrogate: Surrogate| PolicyLoss {
+        surrogate,
+        aggregation: Aggregation::TokenSum,
+        log_ratio_clamp: None,
+        ..PolicyLoss::default()
+    };
+    vec![
+        (
+            vec![row(&[1, 2, 3, 1, 2], false), row(&[1, 2, 3, 3], false)],
+            loss(Surrogate::PolicyGradient),
+        ),
+        (
+            vec![row(&[1, 2, 3, 1, 2], true)],
+            loss(Clip::symmetric(0.2).into()),
+        ),
+        (
+            vec![row(&[3, 1], false), row(&[2, 2, 2], false)],
+            loss(Surrogate::PolicyGradient),
+        ),
+    ]
+}
+
+/// Each actor's pass over its rows.
+fn passes<'a>(
+    actors: &'a mut [Actor],
+    rows: &'a [(Vec<TargetRow>, PolicyLoss)],
+) -> Vec<TargetPass<'a>> {
+    let pairs = actors.iter_mut().zip(rows);
+    let passes = pairs.map(|(actor, (rows, policy_loss))| TargetPass {
+        actor,
+        rows,
+        policy_loss,
+    });
+    passes.collect()
+}
+
+/// On the CPU, they have the same bits.
+#[test]
+fn passes_of_several_actors_as_one_equal_separate_ones() {
+    let (mut alone, mut together) = (actors_over_one_base(), actors_over_one_base());
+    let mut rows = rows_and_losses();
+    let bound = if device().is_cpu() { 0. } else { 1e-3 };
+    for _ in 0..3 {
+        // Two passes per step.
+        for _ in 0..2 {
+            let pairs = alone.iter_mut().zip(&rows);
+            let expected = pairs.map(|(actor, (rows, loss))| {
+                actor.forward_backward_targets(rows, loss, 4096).unwrap()
+            });
+            let expected: Vec<TargetOutput> = expected.collect();
+            let passes = passes(&mut together, &rows);
+            let found = Actor::forward_backward_targets_joined(passes).unwrap();
+            if device().is_cpu() {
+                assert_eq!(found, expected);
+            }
+            for (own, (rows, _)) in found.iter().zip(&rows) {
+                let lengths = own.log_probs.iter().map(Vec::len);
+                assert!(lengths.eq(rows.iter().map(|row| row.targets.len())));
+            }
+            for (alone, together) in alone.iter().zip(&together) {
+                for (name, gradient) in alone.gradients().iter() {
+                    let found = together.gradients().get(name).unwrap();
+                    assert!(max_difference(found, gradient) <= bound, "{name}");
+                }
+            }
+            // The next pass trains other rows.
+            rows.rotate_left(1);
+        }
+        for actor in alone.iter_mut().chain(&mut together) {
+            actor.clip_grad_and_step(1.).unwrap();
+        }
+    }
+    for (alone, together) in alone.iter().zip(&together) {
+        let (alone, together) = (alone.adapters().unwrap(), together.adapters().unwrap());
+        for (name, x) in alone.parameters().iter() {
+            let found = together.parameters().get(name).unwrap();
+            assert!(max_difference(found, x) <= bound, "{name}");
+        }
+    }
+}
+
+#[test]
+fn an_error_in_joined_passes_clears_all_gradients() {
+    let mut actors = actors_over_one_base();
+    let good = rows_and_losses();
+    let clears = |actors: &mut [Actor], rows: &[(Vec<TargetRow>, PolicyLoss)]| {
+        Actor::forward_backward_targets_joined(passes(actors, &good)).unwrap();
+        assert!(!actors[0].gradients().is_empty());
+        let error = Actor::forward_backward_targets_joined(passes(actors, rows)).unwrap_err();
+        for actor in actors.iter() {
+            assert!(actor.gradients().is_empty());
+        }
+        error
+    };
+    let mut rows = rows_and_losses();
+    rows[1].0[0].rollout_log_probs = Some(vec![-1e30; 4]);
+    let error = clears(&mut actors, &rows);
+    assert!(error.is::<NotFinite>(), "{error:#}");
+
+    let mut rows = rows_and_losses();
+    rows[2].0[1].targets[0] = 99;
+    let error = clears(&mut actors, &rows).to_string();
+    assert!(
+        error.contains("rows[1].targets[0]: 99, must be below"),
+        "{error}"
+    );
+
+    // Another base.
+    let mut other = actors_over_one_base();
+    std::mem::swap(&mut actors[2], &mut other[2]);
+    let error = Actor::forward_backward_targets_joined(passes(&mut actors, &good)).unwrap_err();
+    let words = "decoders[2]: model.embed_tokens.weight: another tensor";
+    assert!(error.to_string().contains(words), "{error:#}");
+
+    let config = common::actor_config(PolicyLoss::default());
+    let mut plain = vec![Actor::new(model(), parameters(), config).unwrap()];
+    let error = Actor::forward_backward_targets_joined(passes(&mut plain, &good)).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("adapters: absent, must be given"),
+        "{error:#}"
+    );
+}
+
+/// On the CPU, they have the same bits.
+#[test]
+fn completions_of_several_policies_as_one_batch_equal_those_of_each() {
+    let actors = actors_over_one_base();
+    for actor in &actors {
+        // New adapters change nothing.
+        for (name, variable) in actor.adapters().unwrap().parameters().iter() {
+            let noise = noise_tensor(variable.shape(), name.len() as u64, DType::F32, device());
+            variable.set(&noise.unwrap()).unwrap();
+        }
+    }
+    let generators: Vec<LocalGenerator> = actors
+        .iter()
+        .map(|actor| LocalGenerator::from_decoder(actor.policy().clone()))
+        .collect();
+    let decoders: Vec<&Decoder> = generators.iter().map(LocalGenerator::model).collect();
+    let joined = LocalGenerator::from_decoder(Decoder::joined(&decoders).unwrap());
+    let tokens: [&[u32]; 4] = [&[1, 2, 3], &[1, 2, 3], &[3, 1], &[1, 2, 3]];
+    let adapters = [2, 0, 1, 2];
+    let requests = tokens
+        .iter()
+        .enumerate()
+        .map(|(prompt, tokens)| PromptRequest {
+            tokens,
+            seeds: (0..3)
+                .map(|sample| CompletionSeed {
+                    seed: 1,
+                    stream: 0,
+                    prompt: prompt as u64,
+                    sample,
+                    turn: 0,
+                })
+                .collect(),
+            max_new_tokens: 8 + prompt,
+        });
+    let requests: Vec<PromptRequest<'_>> = requests.collect();
+    let sampling = SamplingConfig {
+        max_new_tokens: 11,
+        // Completions leave the batch, and others take their places.
+        max_batch_size: 5,
+        ..SamplingConfig::default()
+    };
+    let all = |generator: &LocalGenerator, requests: &[PromptRequest<'_>], adapters: &[usize]| {
+        let batch = GenerationBatch {
+            prompts: requests,
+            sampling: &sampling,
+            decode: None,
+            progress: &NoProgress,
+            records_experts: false,
+            partial: None,
+        };
+        let mut all = vec![None; 3 * requests.len()];
+        let mut deliver = |place: usize, completion: Completion| {
+            all[place] = Some(completion);
+            Ok(())
+        };
+        let sampled = generator.generate_joined(&batch, adapters, &mut deliver);
+        sampled.map(|()| all)
+    };
+    let found = all(&joined, &requests, &adapters).unwrap();
+    if device().is_cpu() {
+        for (at, &adapter) in adapters.iter().enumerate() {
+            let expected = all(&generators[adapter], &requests[at..=at], &[0]).unwrap();
+            assert_eq!(found[3 * at..3 * at + 3], expected);
+        }
+    }
+    assert_ne!(found[..3], found[3..6]);
+
+    let error = all(&joined, &requests, &[0]).unwrap_err().to_string();
+    assert!(
+        error.contains("adapters: 1, must be 4, one for each prompt"),
+        "{error}"
+    );
+    let error = all(&joined, &requests, &[0, 0, 0, 3])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("adapter: 3, must be below 3"), "{error}");
 }

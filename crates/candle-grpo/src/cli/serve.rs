@@ -48,7 +48,8 @@ pub(super) struct ServeArguments {
     /// The maximum number of waiting requests of a model or a sampling session.
     #[arg(long, default_value_t = defaults().max_waiting, value_name = "N")]
     max_waiting: usize,
-    /// The number of models that stay in memory. Others are loaded again when their turn comes.
+    /// The number of models that stay in memory, and of saved weights to sample from. Others are
+    /// loaded again when their turn comes.
     #[arg(long, default_value_t = defaults().max_loaded_models, value_name = "N")]
     max_loaded_models: usize,
     /// Only log warnings.
