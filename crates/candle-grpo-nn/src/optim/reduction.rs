@@ -1,8 +1,9 @@
-//! Gradient sums over all ranks, computed while the backward pass still runs.
+//! Gradient sums over all ranks, computed while the backward pass still runs or in turn with it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
 use candle_core::{Error, Result, Shape, Tensor, bail};
@@ -47,13 +48,12 @@ pub(super) type Kept = BTreeMap<String, (Tensor, Shape)>;
 /// A gradient with its name.
 type Named = (String, Tensor);
 
-/// A thread that sums gradient buckets over all ranks, in order.
+/// Sums gradient buckets over all ranks, in order.
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
-    buckets: Option<SyncSender<Vec<Named>>>,
-    thread: Option<JoinHandle<Result<Kept>>>,
+    worker: Worker,
     /// The next bucket, how many elements it has, and with how many it is summed.
     bucket: Vec<Named>,
     elements: usize,
@@ -62,19 +62,58 @@ pub(super) struct Reduction {
     frees: bool,
 }
 
+/// Where the sums are computed.
+enum Worker {
+    /// On a thread, while the backward pass computes more gradients.
+    Thread {
+        buckets: SyncSender<Vec<Named>>,
+        thread: JoinHandle<Result<Kept>>,
+    },
+    /// On the thread of the backward pass, between its own operations.
+    InTurn(Reducer),
+    /// The reduction has ended.
+    Ended,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Thread { .. } => "Thread",
+            Self::InTurn(_) => "InTurn",
+            Self::Ended => "Ended",
+        })
+    }
+}
+
 impl Reduction {
-    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`. A
-    /// bucket has at least `least` elements, as [`BUCKET`], or is the last one.
-    pub(super) fn start(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
-        let (buckets, received) = sync_channel(sums.waiting());
+    /// Starts to sum, and adds sums that are apart to those of earlier passes, `kept`. A bucket has
+    /// at least `least` elements, as [`BUCKET`], or is the last one. Sums are `in_turn` with the
+    /// backward pass, or on a thread.
+    pub(super) fn start(sums: Sums, kept: Kept, least: usize, in_turn: bool) -> Result<Self> {
+        let waiting = sums.waiting();
         let frees = matches!(sums, Sums::Divided(_));
-        let thread = Builder::new()
-            .name("gradients".to_owned())
-            .spawn(move || reduce(&sums, kept, &received))
-            .map_err(Error::wrap)?;
+        let mut reducer = Reducer {
+            sums,
+            kept,
+            started: Vec::new(),
+        };
+        let worker = if in_turn {
+            Worker::InTurn(reducer)
+        } else {
+            let (buckets, received) = sync_channel(waiting);
+            let thread = Builder::new()
+                .name("gradients".to_owned())
+                .spawn(move || {
+                    while let Ok(bucket) = received.recv() {
+                        reducer.add(bucket)?;
+                    }
+                    reducer.finish()
+                })
+                .map_err(Error::wrap)?;
+            Worker::Thread { buckets, thread }
+        };
         Ok(Self {
-            buckets: Some(buckets),
-            thread: Some(thread),
+            worker,
             bucket: Vec::new(),
             elements: 0,
             least,
@@ -119,8 +158,9 @@ impl Reduction {
     fn send(&mut self) -> Result<()> {
         self.elements = 0;
         let bucket = std::mem::take(&mut self.bucket);
-        match &self.buckets {
-            Some(buckets) if buckets.send(bucket).is_ok() => Ok(()),
+        match &mut self.worker {
+            Worker::InTurn(reducer) => reducer.add(bucket),
+            Worker::Thread { buckets, .. } if buckets.send(bucket).is_ok() => Ok(()),
             _ => self.join().map(drop),
         }
     }
@@ -134,11 +174,16 @@ impl Reduction {
     }
 
     fn join(&mut self) -> Result<Kept> {
-        self.buckets = None;
-        match self.thread.take().map(JoinHandle::join) {
-            Some(Ok(result)) => result,
-            Some(Err(_)) => bail!("gradients: the thread that sums them panicked"),
-            None => bail!("gradients: the thread that sums them has ended"),
+        match std::mem::replace(&mut self.worker, Worker::Ended) {
+            Worker::InTurn(reducer) => reducer.finish(),
+            Worker::Thread { buckets, thread } => {
+                drop(buckets);
+                match thread.join() {
+                    Ok(result) => result,
+                    Err(_) => bail!("gradients: the thread that sums them panicked"),
+                }
+            }
+            Worker::Ended => bail!("gradients: the thread that sums them has ended"),
         }
     }
 }
@@ -146,34 +191,45 @@ impl Reduction {
 /// Waits for the bucket that is being summed.
 impl Drop for Reduction {
     fn drop(&mut self) {
-        if self.thread.is_some() {
+        if let Worker::Thread { .. } = self.worker {
             let _ = self.join();
         }
     }
 }
 
-fn reduce(sums: &Sums, mut kept: Kept, buckets: &Receiver<Vec<Named>>) -> Result<Kept> {
-    let mut started = Vec::new();
-    while let Ok(bucket) = buckets.recv() {
+/// Sums buckets.
+struct Reducer {
+    sums: Sums,
+    kept: Kept,
+    /// The bucket that is being summed, if sums are apart.
+    started: Vec<Named>,
+}
+
+impl Reducer {
+    fn add(&mut self, bucket: Vec<Named>) -> Result<()> {
         let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
-        match sums {
+        match &self.sums {
             Sums::Whole(collective) => {
-                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
+                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())
             }
-            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
+            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors),
             Sums::Divided(shard) => {
                 // The bucket before is summed while the backward pass computes this one.
-                keep(shard, std::mem::replace(&mut started, bucket), &mut kept)?;
-                shard.start_reduce_scatter_sum(&tensors)?;
+                let before = std::mem::replace(&mut self.started, bucket);
+                keep(shard, before, &mut self.kept)?;
+                shard.start_reduce_scatter_sum(&tensors)
             }
         }
     }
-    match sums {
-        Sums::Whole(collective) => collective.finish()?,
-        Sums::Parts(shard) => shard.collective.finish()?,
-        Sums::Divided(shard) => keep(shard, started, &mut kept)?,
+
+    fn finish(mut self) -> Result<Kept> {
+        match &self.sums {
+            Sums::Whole(collective) => collective.finish()?,
+            Sums::Parts(shard) => shard.collective.finish()?,
+            Sums::Divided(shard) => keep(shard, self.started, &mut self.kept)?,
+        }
+        Ok(self.kept)
     }
-    Ok(kept)
 }
 
 /// Waits for the sums in a bucket, keeps this rank's part, and frees the rest.
@@ -224,10 +280,11 @@ mod tests {
         let rank = shard.collective.rank();
         let (mut kept, mut in_place) = (Kept::new(), Vec::new());
         for pass in 0..2 {
-            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least)?;
+            let in_turn = pass == 1;
+            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least, in_turn)?;
             kept = added(divided, &gradients(pass, rank)?)?;
             let whole = gradients(pass, rank)?;
-            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
+            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET, in_turn)?;
             added(parts, &whole)?;
             in_place.push(whole);
         }

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor, bail};
 
+use super::divided_rows::{DividedRows, SequenceRanks};
+
 /// Tokens from several sequences, concatenated without padding.
 ///
 /// Sequences with a common prefix can share its tokens, see [`Self::sharing_prefixes`]. A causal
@@ -16,6 +18,8 @@ pub struct PackedTokens {
     rows: Option<Vec<u32>>,
     /// Experts to replay for each row, u32 `[N, choices]`.
     experts: Option<Tensor>,
+    /// The rows of each rank, if ranks divide them.
+    division: Option<DividedRows>,
 }
 
 impl PackedTokens {
@@ -41,6 +45,7 @@ impl PackedTokens {
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: None,
             experts: None,
+            division: None,
         })
     }
 
@@ -149,7 +154,47 @@ impl PackedTokens {
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: shares.then_some(rows),
             experts: None,
+            division: None,
         })
+    }
+
+    /// Divides the pass over these tokens between `ranks`: each of them computes the hidden states
+    /// of [`Self::computed_rows`], and all ranks exchange keys and values. With one rank nothing is
+    /// divided.
+    ///
+    /// All ranks must have the same tokens, and run the same passes over them in the same order. A
+    /// [`Decoder`](crate::Decoder) without a gated delta rule can divide passes that record no
+    /// graph. A forward pass has the bits of an undivided one on the CPU.
+    #[must_use]
+    pub fn divided(mut self, ranks: &SequenceRanks) -> Self {
+        let is_divided = ranks.collective().world_size() > 1;
+        self.division = is_divided.then(|| DividedRows::new(&self, ranks));
+        self
+    }
+
+    /// The rows in [`Self::ids`] whose hidden states this rank computes, in ascending order: all
+    /// rows, unless ranks [divide](Self::divided) them. A rank without any computes row 0.
+    pub fn computed_rows(&self) -> Vec<u32> {
+        match &self.division {
+            Some(division) => division.computed(),
+            None => (0..self.ids.elem_count() as u32).collect(),
+        }
+    }
+
+    /// The ranks that divide the rows, if any.
+    pub fn ranks(&self) -> Option<&SequenceRanks> {
+        self.division.as_ref().map(|division| &division.ranks)
+    }
+
+    /// Returns false on a rank without rows, for which the row in [`Self::computed_rows`] does not
+    /// count.
+    pub fn has_rows(&self) -> bool {
+        self.division.as_ref().is_none_or(DividedRows::has_rows)
+    }
+
+    /// The rows of each rank.
+    pub(crate) fn division(&self) -> Option<&DividedRows> {
+        self.division.as_ref()
     }
 
     /// Experts to replay, u32 `[N, choices]`, if the model does not choose them itself.

@@ -10,6 +10,7 @@ mod cuda_budget;
 mod cuda_training_budget;
 mod decoder;
 mod decoding;
+mod divided_tokens;
 mod export;
 mod gguf;
 mod golden;
