@@ -169,6 +169,11 @@ pub struct TrainConfig {
     /// the optimizer; ZeRO, stage 1, <https://arxiv.org/abs/1910.02054>), or `resident` (the state, the
     /// gradients, and in half precision the f32 weights). Checkpoints do not depend on it.
     pub sharding: Sharding,
+    /// The number of ranks that share each pass over the policy, a reference and the critic
+    /// (context parallelism): they divide the tokens of every sequence, and with them the
+    /// activations. Above 1, it is for sequences that are too long for one rank. The number of
+    /// all ranks must be a multiple of it.
+    pub sequence_ranks: usize,
     /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
     /// Maximum global norm of the gradients.
@@ -211,6 +216,7 @@ impl Default for TrainConfig {
                 ..AdamWConfig::default()
             },
             sharding: Sharding::None,
+            sequence_ranks: 1,
             schedule: LearningRateSchedule::default(),
             max_grad_norm: 1.,
         }
@@ -238,6 +244,7 @@ impl TrainConfig {
             ("epochs", self.epochs),
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
+            ("sequence_ranks", self.sequence_ranks),
         ] {
             check::at_least_one(name, value)?;
         }
@@ -445,6 +452,12 @@ impl TrainConfig {
             check::check(dtype == ComputeDType::F32, name, check::Name(&dtype), must)?;
         }
         check::check(
+            self.sequence_ranks == 1,
+            "sequence_ranks",
+            self.sequence_ranks,
+            "be 1 for a custom model, whose attention is not known",
+        )?;
+        check::check(
             self.router_aux_loss_coef == 0.,
             "router_aux_loss_coef",
             self.router_aux_loss_coef,
@@ -536,6 +549,12 @@ impl TrainConfig {
     }
 
     fn validate_sharding(&self) -> Result<()> {
+        check::check(
+            self.sequence_ranks == 1 || self.recipe.distillation_loss.is_none(),
+            "sequence_ranks",
+            self.sequence_ranks,
+            "be 1 with recipe.distillation_loss, which compares whole distributions of a completion",
+        )?;
         Ok(check::check(
             !self.divides_weights() || self.reference_refresh.is_none(),
             "sharding",
