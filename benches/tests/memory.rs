@@ -12,8 +12,9 @@ use candle_grpo_kernels::{
 use candle_grpo_loss::{PolicyLoss, Recipe};
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
 use candle_grpo_nn::{
-    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Export, Lora,
-    LoraConfig, ModelType, PagedCache, Parameters,
+    ActivationCheckpointing, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Export, Gradients,
+    LanguageModel, Lora, LoraConfig, ModelType, PackedTokens, PagedCache, Parameters,
+    SequenceRanks,
 };
 use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
@@ -872,4 +873,51 @@ fn the_plan_of_a_rank_holds_for_small_blocks() -> anyhow::Result<()> {
         Shares::new(model, sharding)?.assert_planned();
     }
     Ok(())
+}
+
+/// A team divides the tensors of a pass. Beside its share, a rank has the keys and values of all
+/// tokens in one block, and their gradients.
+#[rstest]
+fn a_rank_takes_its_share_of_the_activations(
+    #[values(false, true)] checkpointing: bool,
+    #[values(2, 4)] ranks: usize,
+) -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let tokens = 2048;
+    let model = DecoderConfig {
+        vocab_size: 64,
+        max_position_embeddings: tokens,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        ..dense()
+    };
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let decoder = Decoder::new(&model, parameters.detached_var_builder())?
+        .with_activation_checkpointing(checkpointing)?;
+    let sequence = [(0..tokens as u32).map(|token| token % 64).collect()];
+    let whole = PackedTokens::new(&sequence, &Device::Cpu)?;
+    let rank = LoneRank {
+        rank: 1,
+        world_size: ranks,
+    };
+    let own = whole.clone().divided(&SequenceRanks::new(Arc::new(rank)));
+    on_two_threads(|| {
+        let activations = |tokens: &PackedTokens| -> anyhow::Result<usize> {
+            let (kept, bytes) = peak_bytes(|| {
+                let (hidden, recorded) = decoder.record(tokens)?;
+                let mut gradients = Gradients::new();
+                recorded.backward(&hidden.zeros_like()?, &parameters, &mut gradients)?;
+                candle_core::Result::Ok(gradients)
+            });
+            kept?;
+            Ok(bytes - 4 * parameters.num_elements())
+        };
+        let (whole, own) = (activations(&whole)?, activations(&own)?);
+        let keys = 2 * model.num_key_value_heads * model.head_dim();
+        let exchanged = 4 * tokens * keys * 3;
+        let share = whole / ranks + exchanged;
+        println!("{} of {} MiB", own / MIB, whole / MIB);
+        assert!(own <= share + share / 10, "{own} of {share}");
+        Ok(())
+    })
 }

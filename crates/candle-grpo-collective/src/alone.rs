@@ -1,5 +1,7 @@
 //! A single-process job.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor};
 
 use crate::Collective;
@@ -35,5 +37,9 @@ impl Collective for Alone {
 
     fn barrier(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn split(&self, _color: usize) -> Result<Arc<dyn Collective>> {
+        Ok(Arc::new(Self))
     }
 }

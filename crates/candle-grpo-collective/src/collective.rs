@@ -1,5 +1,7 @@
 //! The interface to all ranks.
 
+use std::sync::Arc;
+
 use candle_core::{Device, Result, Tensor, bail};
 
 /// The ranks in a job, and the operations that all of them perform together.
@@ -139,6 +141,31 @@ pub trait Collective: Send + Sync {
     /// Ends all ranks' processes with exit code `code`, after an error in this one.
     fn abort(&self, code: i32) -> ! {
         std::process::exit(code)
+    }
+
+    /// Divides the ranks into groups, and returns this rank's group: those that pass the same
+    /// `color`, in the order of their numbers. All ranks must call it.
+    ///
+    /// Call the operations of a group and those of all ranks in one order, and not at the same time
+    /// from several threads.
+    ///
+    /// # Errors
+    ///
+    /// The default implementation has no groups.
+    fn split(&self, color: usize) -> Result<Arc<dyn Collective>> {
+        bail!(
+            "split: color {color} of rank {}, but this implementation of Collective has no groups",
+            self.rank()
+        )
+    }
+
+    /// Returns the ranks that pass the same `color`, in order. All ranks must call it.
+    fn ranks_of_color(&self, color: usize) -> Result<Vec<usize>> {
+        let own = (color as u64).to_le_bytes();
+        let all = self.all_gather_bytes(&own)?;
+        let all = all.iter().enumerate();
+        let same = all.filter(|(_, other)| other.as_slice() == own.as_slice());
+        Ok(same.map(|(rank, _)| rank).collect())
     }
 
     /// Returns each rank's bytes, in rank order. Their lengths may differ.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use ::mpi::Threading;
 use ::mpi::collective::SystemOperation;
 use ::mpi::environment::Universe;
+use ::mpi::topology::{Color, SimpleCommunicator};
 use ::mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
@@ -35,10 +36,29 @@ const MESSAGE: usize = 16 << 20;
 pub struct Mpi {
     rank: usize,
     world_size: usize,
+    /// Ends before the process's MPI.
+    communicator: Ranks,
+    process: Arc<Process>,
+    /// All ranks, of which these are a group.
+    _world: Option<Arc<Mpi>>,
+}
+
+/// MPI in this process.
+struct Process {
     /// Message buffers. The lock also keeps calls from several threads apart.
     buffers: Mutex<Vec<u64>>,
     universe: Universe,
 }
+
+/// The ranks that communicate.
+struct Ranks(SimpleCommunicator);
+
+// SAFETY: MPI allows calls from any thread, one at a time, which the lock of the process ensures.
+#[allow(unsafe_code)]
+unsafe impl Send for Ranks {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Ranks {}
 
 impl Mpi {
     /// Initializes MPI, once per process. Later calls return the same ranks.
@@ -63,19 +83,32 @@ impl Mpi {
             );
         }
         let communicator = universe.world();
-        let ranks = Arc::new(Self {
-            rank: count(communicator.rank())?,
-            world_size: count(communicator.size())?,
+        let process = Process {
             buffers: Mutex::default(),
             universe,
-        });
+        };
+        let ranks = Arc::new(Self::new(communicator, Arc::new(process), None)?);
         *world = Arc::downgrade(&ranks);
         Ok(ranks)
     }
 
+    fn new(
+        communicator: SimpleCommunicator,
+        process: Arc<Process>,
+        world: Option<Arc<Self>>,
+    ) -> Result<Self> {
+        Ok(Self {
+            rank: count(communicator.rank())?,
+            world_size: count(communicator.size())?,
+            communicator: Ranks(communicator),
+            process,
+            _world: world,
+        })
+    }
+
     /// Replaces each tensor with its sum, in messages of `W`.
     fn sum<W: Wire>(&self, tensors: &[&Tensor]) -> Result<()> {
-        let world = self.universe.world();
+        let ranks = &self.communicator.0;
         let mut buffers = self.lock();
         let lengths: Vec<usize> = tensors.iter().map(|tensor| tensor.elem_count()).collect();
         for message in messages(&lengths, MESSAGE / size_of::<W>()) {
@@ -86,14 +119,14 @@ impl Mpi {
             {
                 in_place(tensor, |storage, start| {
                     let own = &mut W::elements(storage)?[shifted(&range, start)];
-                    world.all_reduce_into(&*own, receive, SystemOperation::sum());
+                    ranks.all_reduce_into(&*own, receive, SystemOperation::sum());
                     own.copy_from_slice(receive);
                     Ok(())
                 })?;
                 continue;
             }
             message.read(tensors, 0, send)?;
-            world.all_reduce_into(&*send, receive, SystemOperation::sum());
+            ranks.all_reduce_into(&*send, receive, SystemOperation::sum());
             message.write(tensors, 0, receive)?;
         }
         Ok(())
@@ -112,7 +145,8 @@ impl Mpi {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<u64>> {
-        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+        let buffers = self.process.buffers.lock();
+        buffers.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -148,13 +182,13 @@ impl Collective for Mpi {
     fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
         arguments::all_gather(tensors, self.world_size)?;
         on_host(tensors, |tensors| {
-            let world = self.universe.world();
+            let ranks = &self.communicator.0;
             let mut buffers = self.lock();
             for message in messages(&self.parts::<u8>(tensors), self.part_of_message::<u8>()) {
                 let length = message.length();
                 let (send, receive) = split::<u8>(&mut buffers, length, length * self.world_size);
                 message.read(tensors, self.rank, send)?;
-                world.all_gather_into(&*send, receive);
+                ranks.all_gather_into(&*send, receive);
                 for (rank, part) in receive.chunks_exact(length).enumerate() {
                     if rank != self.rank {
                         message.write(tensors, rank, part)?;
@@ -168,9 +202,9 @@ impl Collective for Mpi {
     fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
         arguments::broadcast(tensors, root, self.world_size)?;
         on_host(tensors, |tensors| {
-            let world = self.universe.world();
+            let ranks = &self.communicator.0;
             let root_process =
-                world.process_at_rank(i32::try_from(root).map_err(candle_core::Error::wrap)?);
+                ranks.process_at_rank(i32::try_from(root).map_err(candle_core::Error::wrap)?);
             let mut buffers = self.lock();
             let bytes = |tensor: &&Tensor| tensor.elem_count() * u8::count(tensor.dtype());
             let lengths: Vec<usize> = tensors.iter().map(bytes).collect();
@@ -199,13 +233,27 @@ impl Collective for Mpi {
 
     fn barrier(&self) -> Result<()> {
         let _calls = self.lock();
-        self.universe.world().barrier();
+        self.communicator.0.barrier();
         Ok(())
+    }
+
+    fn split(&self, color: usize) -> Result<Arc<dyn Collective>> {
+        let value = i32::try_from(color).map_err(candle_core::Error::wrap)?;
+        let calls = self.lock();
+        let group = self.communicator.0.split_by_color(Color::with_value(value));
+        drop(calls);
+        match group {
+            Some(group) => {
+                let process = Arc::clone(&self.process);
+                Ok(Arc::new(Self::new(group, process, Some(Self::init()?))?))
+            }
+            None => bail!("split: no group for color {color}"),
+        }
     }
 
     /// Ends all ranks' processes with `MPI_Abort`, even if another thread is communicating.
     fn abort(&self, code: i32) -> ! {
-        self.universe.world().abort(code)
+        self.process.universe.world().abort(code)
     }
 }
 

@@ -109,8 +109,9 @@ pub use importance_level::ImportanceLevel;
 pub use kl_loss::{BiasCorrection, KlLoss};
 pub use padded_tokens::PaddedTokens;
 pub use policy_loss::{
-    EarlyWeight, EmptySequences, EntropyTokens, LinearPolicyLossOutput, OldPolicy, PolicyBatch,
-    PolicyLoss, PolicyLossOutput, Student, TeacherTerm, TeacherTermForm, linear_policy_loss,
+    EarlyWeight, EmptySequences, EntropyTokens, LayerPart, LinearPolicyLossOutput, OldPolicy,
+    PolicyBatch, PolicyLoss, PolicyLossOutput, Student, TeacherTerm, TeacherTermForm,
+    linear_policy_loss, linear_policy_loss_of_part,
 };
 pub use positive_nll::PositiveNll;
 pub use preference_loss::PreferenceLoss;

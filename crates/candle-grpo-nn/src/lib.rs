@@ -78,7 +78,7 @@ pub use model::{
     SequenceClassifier, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
-pub use packing::PackedTokens;
+pub use packing::{PackedTokens, SequenceRanks};
 pub use weights::{
     BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Held,
     Parameters, WeightDivision, all_finite, tensor_places,

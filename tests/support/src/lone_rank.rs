@@ -1,5 +1,7 @@
 //! A rank without the others.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor};
 use candle_grpo_collective::{Alone, Collective};
 
@@ -40,6 +42,10 @@ impl Collective for LoneRank {
 
     fn barrier(&self) -> Result<()> {
         Alone.barrier()
+    }
+
+    fn split(&self, _color: usize) -> Result<Arc<dyn Collective>> {
+        Ok(Arc::new(*self))
     }
 
     fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -1,5 +1,7 @@
 //! A job's ranks as threads in one process.
 
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 
@@ -29,6 +31,7 @@ pub fn on_ranks<T: Send>(
                         rank,
                         world_size,
                         meeting,
+                        splits: AtomicUsize::new(0),
                     }))
                 })
             })
@@ -45,6 +48,8 @@ pub fn on_ranks<T: Send>(
 struct Meeting {
     state: Mutex<State>,
     changed: Condvar,
+    /// The meetings of groups, by the number of the split and the color.
+    groups: Mutex<BTreeMap<(usize, usize), Arc<Meeting>>>,
 }
 
 #[derive(Default)]
@@ -60,6 +65,7 @@ struct ThreadRank {
     rank: usize,
     world_size: usize,
     meeting: Arc<Meeting>,
+    splits: AtomicUsize,
 }
 
 impl ThreadRank {
@@ -184,5 +190,19 @@ impl Collective for ThreadRank {
 
     fn barrier(&self) -> Result<()> {
         self.exchange("barrier", &[]).map(drop)
+    }
+
+    fn split(&self, color: usize) -> Result<Arc<dyn Collective>> {
+        let members = self.ranks_of_color(color)?;
+        let split = self.splits.fetch_add(1, Ordering::Relaxed);
+        let groups = self.meeting.groups.lock();
+        let mut groups = groups.unwrap_or_else(PoisonError::into_inner);
+        let meeting = groups.entry((split, color)).or_default();
+        Ok(Arc::new(Self {
+            rank: members.iter().filter(|&&other| other < self.rank).count(),
+            world_size: members.len(),
+            meeting: Arc::clone(meeting),
+            splits: AtomicUsize::new(0),
+        }))
     }
 }

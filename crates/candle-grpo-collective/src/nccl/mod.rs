@@ -257,6 +257,36 @@ impl Collective for Nccl {
         Ok(())
     }
 
+    /// The group shares the stream of these ranks, so that operations of both run in the order of
+    /// their calls.
+    fn split(&self, color: usize) -> Result<Arc<dyn Collective>> {
+        let members = self.ranks_of_color(color)?;
+        let library = Library::get()?;
+        let first = members.first().copied().unwrap_or(self.rank);
+        let own = if first == self.rank {
+            library.unique_id()?.to_vec()
+        } else {
+            Vec::new()
+        };
+        let ids = self.all_gather_bytes(&own)?;
+        let id = UniqueId::try_from(ids[first].as_slice()).map_err(Error::wrap)?;
+        let rank = members.iter().take_while(|&&other| other != self.rank);
+        let (rank, world_size) = (rank.count(), members.len());
+        let comm = Arc::new(Comm::connect(library, id, rank, world_size)?);
+        Ok(Arc::new(Self {
+            rank,
+            world_size,
+            device: self.device.clone(),
+            compute: Arc::clone(&self.compute),
+            watchdog: Watchdog::start(self.rank, &comm, Vec::new(), Self::OPERATION_BOUND)?,
+            comm,
+            stream: Arc::clone(&self.stream),
+            started: Mutex::default(),
+            #[cfg(feature = "mpi")]
+            mpi: self.mpi.clone(),
+        }))
+    }
+
     fn abort(&self, code: i32) -> ! {
         #[cfg(feature = "mpi")]
         if let Some(mpi) = &self.mpi {

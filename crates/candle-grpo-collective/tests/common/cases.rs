@@ -9,7 +9,7 @@ use half::bf16;
 
 type Case = fn(&dyn Collective, &Device) -> Result<()>;
 
-const CASES: [(&str, Case); 11] = [
+const CASES: [(&str, Case); 12] = [
     ("sums_are_those_of_all_ranks", sums_are_those_of_all_ranks),
     ("long_tensors_are_summed", long_tensors_are_summed),
     (
@@ -37,6 +37,10 @@ const CASES: [(&str, Case); 11] = [
         "a_barrier_waits_for_all_ranks",
         a_barrier_waits_for_all_ranks,
     ),
+    (
+        "groups_communicate_among_themselves",
+        groups_communicate_among_themselves,
+    ),
     ("bad_arguments_are_errors", bad_arguments_are_errors),
     (
         "random_operations_agree_with_one_process",
@@ -56,6 +60,36 @@ pub(crate) fn run(ranks: &dyn Collective, device: &Device) -> Result<()> {
             println!("{name}: ok on {} ranks", ranks.world_size());
         }
     }
+    Ok(())
+}
+
+/// Operations of groups, and of all ranks between them.
+fn groups_communicate_among_themselves(ranks: &dyn Collective, device: &Device) -> Result<()> {
+    let (rank, count) = (ranks.rank(), ranks.world_size());
+    let group = ranks.split(rank % 2)?;
+    let others = ranks.split(rank / 2)?;
+    let members: Vec<usize> = (rank % 2..count).step_by(2).collect();
+    assert_eq!(
+        (group.rank(), group.world_size()),
+        (rank / 2, members.len())
+    );
+    assert_eq!(others.rank(), rank % 2);
+    assert_eq!(others.world_size(), 2.min(count - rank / 2 * 2));
+    for round in 0..3 {
+        let own = |rank: usize| (rank * 10 + round) as f32;
+        let sum = Tensor::full(own(rank), 1000, device)?;
+        group.all_reduce_sum(&[&sum])?;
+        let expected: f32 = members.iter().map(|&rank| own(rank)).sum();
+        assert_eq!(numbers(&sum)?, [f64::from(expected); 1000]);
+        let one = Tensor::ones(7, DType::F32, device)?;
+        ranks.all_reduce_sum(&[&one])?;
+        assert_eq!(numbers(&one)?, [count as f64; 7]);
+        let all = Tensor::full(rank as u32, members.len(), device)?;
+        group.all_gather(&[&all])?;
+        let expected: Vec<f64> = members.iter().map(|&rank| rank as f64).collect();
+        assert_eq!(numbers(&all)?, expected);
+    }
+    assert_eq!(group.all_gather_bytes(&[rank as u8])?.len(), members.len());
     Ok(())
 }
 

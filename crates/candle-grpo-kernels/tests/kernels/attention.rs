@@ -161,6 +161,101 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(cases(12, 128)))]
+    /// The ends of sequences have the bits of each end alone, and on the CPU those of the whole
+    /// sequence.
+    #[test]
+    fn continued_sequences_have_the_bits_of_whole_ones(
+        ends in prop::collection::vec(
+            (prop_oneof![1usize..9, 90usize..120], prop_oneof![Just(0usize), 1usize..150]),
+            1..4,
+        ),
+        kv_heads in 1usize..3,
+        group in 1usize..4,
+        scores in scores(),
+        dtype in dtypes(),
+        seed in any::<u64>(),
+    ) {
+        let head_dim = 4;
+        let width = kv_heads * head_dim;
+        let ends: Vec<(usize, usize)> = ends.iter().map(|&(new, past)| (new, new + past)).collect();
+        let queries: usize = ends.iter().map(|end| end.0).sum();
+        let keys: usize = ends.iter().map(|end| end.1).sum();
+        for device in devices() {
+            let noise = |rows: usize, width: usize, seed| noisy(&[rows, width], seed, dtype)?.to_device(device);
+            // Whole sequences have queries at all positions.
+            let all = noise(keys, width * group, seed)?;
+            let (key, value) = (noise(keys, width, seed ^ 1)?, noise(keys, width, seed ^ 2)?);
+            let gradient = noise(queries, width * group, seed ^ 3)?;
+            let mut first = 0;
+            let mut query = Vec::new();
+            for &(new, total) in &ends {
+                query.push(all.narrow(0, first + total - new, new)?);
+                first += total;
+            }
+            let query = Tensor::cat(&query, 0)?;
+            let continued = Sequences::Continued(&ends);
+            let y = attention(&query, &key, &value, continued, head_dim, scores)?;
+            let gradients =
+                attention_gradient(&query, &key, &value, continued, head_dim, scores, &gradient)?;
+
+            let (mut first, mut first_key) = (0, 0);
+            for &(new, total) in &ends {
+                let queries = |x: &Tensor| x.narrow(0, first, new);
+                let keys = |x: &Tensor| x.narrow(0, first_key, total);
+                let ones = Tensor::ones((1, total), DType::U8, device)?;
+                let (query, key, value) = (queries(&query)?, keys(&key)?, keys(&value)?);
+                let alone = attention(&query, &key, &value, &ones, head_dim, scores)?;
+                assert_eq!(numbers(&queries(&y)?)?, numbers(&alone)?);
+                if device.is_cpu() {
+                    let whole = attention(&keys(&all)?, &key, &value, &ones, head_dim, scores)?;
+                    let end = whole.narrow(0, total - new, new)?;
+                    assert_eq!(numbers(&queries(&y)?)?, numbers(&end)?);
+                }
+                let [of_query, of_key, of_value] = attention_gradient(
+                    &query, &key, &value, &ones, head_dim, scores, &queries(&gradient)?,
+                )?;
+                assert_eq!(numbers(&queries(&gradients[0])?)?, numbers(&of_query)?);
+                assert_eq!(numbers(&keys(&gradients[1])?)?, numbers(&of_key)?);
+                assert_eq!(numbers(&keys(&gradients[2])?)?, numbers(&of_value)?);
+                first += new;
+                first_key += total;
+            }
+        }
+    }
+}
+
+#[test]
+fn continued_sequences_equal_the_composed_twin() -> Result<()> {
+    let ends = [(3, 3), (1, 9), (4, 10)];
+    let query = noisy(&[8, 12], 1, DType::F32)?;
+    let (key, value) = (
+        noisy(&[22, 6], 2, DType::F32)?,
+        noisy(&[22, 6], 3, DType::F32)?,
+    );
+    check_against_f64(
+        &[&query, &key, &value].map(|x| (x, Layout::Contiguous)),
+        2.0,
+        |x| attention(x[0], x[1], x[2], Sequences::Continued(&ends), 3, 0.7),
+        |x| composed::attention(x[0], x[1], x[2], Sequences::Continued(&ends), 3, 0.7),
+    )
+}
+
+#[test]
+fn an_error_names_ends_that_do_not_fit() -> Result<()> {
+    let x = Tensor::zeros((5, 4), DType::F32, &Device::Cpu)?;
+    let call = |ends: &[(usize, usize)]| {
+        message(attention(&x, &x, &x, Sequences::Continued(ends), 2, 1.0))
+    };
+    assert!(call(&[]).contains("query: 5 positions, must be the sum of those in ends, []"));
+    assert!(call(&[(5, 5), (0, 1)]).contains("ends[1]: (0, 1), must be at least one query"));
+    assert!(call(&[(5, 4)]).contains("ends[0]: (5, 4), must be"));
+    assert!(call(&[(2, 5)]).contains("query: 5 positions, must be the sum of those in ends, [2]"));
+    assert!(call(&[(5, 6)]).contains("key: 5 positions, must be the sum of those in ends, [6]"));
+    Ok(())
+}
+
 #[test]
 fn packed_sequences_equal_the_composed_twin() -> Result<()> {
     check_packed(&[3, 1, 10])

@@ -75,12 +75,51 @@ pub fn linear_policy_loss(
     batch: &PolicyBatch,
     totals: &StepTotals,
 ) -> Result<LinearPolicyLossOutput> {
+    linear_policy_loss_of_part(policy_loss, layer, batch, totals, &Whole)
+}
+
+/// The place of an output layer in a batch that several layers divide, one on each of several
+/// devices or processes.
+pub trait LayerPart {
+    /// Returns the results of all layers, `[B, T]`, from those of this one.
+    ///
+    /// # Errors
+    ///
+    /// If another layer fails.
+    fn gather(&self, own: &TokenLogProbs) -> Result<TokenLogProbs>;
+
+    /// Selects this layer's derivatives from those `[B, T]` of all layers, in the shape of its
+    /// results.
+    ///
+    /// # Errors
+    ///
+    /// If shapes do not match.
+    fn select(&self, all: &TokenLogProbs) -> Result<TokenLogProbs>;
+}
+
+/// [`linear_policy_loss`] for one of several layers that divide the batch.
+///
+/// Each layer gets the whole `batch`, and computes the whole loss from the log-probs of all layers.
+/// [`LinearPolicyLossOutput::gradients`] are those of this layer: the weight gradients of all
+/// layers add up to that of the batch.
+///
+/// # Errors
+///
+/// As in [`linear_policy_loss`], and if `part` fails.
+pub fn linear_policy_loss_of_part(
+    policy_loss: &PolicyLoss,
+    layer: &LinearLogProb,
+    batch: &PolicyBatch,
+    totals: &StepTotals,
+    part: &dyn LayerPart,
+) -> Result<LinearPolicyLossOutput> {
     if batch.log_probs.is_some() || batch.entropy.is_some() {
         bail!(
             "batch: has log_probs or entropy, which linear_policy_loss computes; create it with PolicyBatch::without_log_probs"
         );
     }
-    let tokens = layer.forward()?;
+    let own = layer.forward()?;
+    let tokens = part.gather(&own)?;
     // A graph over [B, T] tensors that starts at the log-probs.
     let log_probs = Var::from_tensor(&tokens.log_probs)?;
     let entropy = Var::from_tensor(&tokens.entropy)?;
@@ -98,8 +137,21 @@ pub fn linear_policy_loss(
         log_sum_exp: Tensor::zeros_like(&tokens.log_sum_exp)?,
     };
     Ok(LinearPolicyLossOutput {
-        gradients: layer.backward(&tokens, &derivatives)?,
+        gradients: layer.backward(&own, &part.select(&derivatives)?)?,
         tokens,
         output,
     })
+}
+
+/// A layer for the whole batch.
+struct Whole;
+
+impl LayerPart for Whole {
+    fn gather(&self, own: &TokenLogProbs) -> Result<TokenLogProbs> {
+        Ok(own.clone())
+    }
+
+    fn select(&self, all: &TokenLogProbs) -> Result<TokenLogProbs> {
+        Ok(all.clone())
+    }
 }

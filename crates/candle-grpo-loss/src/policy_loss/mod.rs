@@ -14,7 +14,9 @@ use candle_grpo_core::{Invalid, Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
-pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
+pub use linear::{
+    LayerPart, LinearPolicyLossOutput, linear_policy_loss, linear_policy_loss_of_part,
+};
 pub use teacher_term::{EarlyWeight, Student, TeacherTerm, TeacherTermForm};
 
 pub(crate) use checked_batch::over_tokens;

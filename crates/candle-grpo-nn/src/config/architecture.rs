@@ -311,6 +311,11 @@ impl BlockPlan {
 }
 
 impl TokenMixerPlan {
+    /// Returns whether the mixer has a recurrent state.
+    pub(crate) fn has_state(&self) -> bool {
+        matches!(self, Self::GatedDelta(_))
+    }
+
     fn attention(&mut self) -> Option<&mut AttentionPlan> {
         match self {
             Self::Attention(attention) => Some(attention),

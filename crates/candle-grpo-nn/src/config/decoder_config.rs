@@ -470,6 +470,13 @@ impl DecoderConfig {
         blocks.iter().any(is_mixture)
     }
 
+    /// Returns whether any block has a recurrent state, as the gated delta rule.
+    pub fn has_states(&self) -> bool {
+        let blocks = self.architecture().blocks;
+        let has_state = |block: &BlockPlan| block.tokens.mixer.has_state();
+        blocks.iter().any(has_state)
+    }
+
     /// Head width: the field if present, else `hidden_size / num_attention_heads`.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or_else(|| {

@@ -370,6 +370,9 @@ impl Decoder {
 impl LanguageModel for Decoder {
     /// Computes the hidden states `[N, H]` after the final norm. Each sequence is at most
     /// `max_position_embeddings` long. Tokens that sequences share are computed once.
+    ///
+    /// If ranks divide the tokens, the decoder must be without a gated delta rule, and without a
+    /// graph.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
         self.forward(&Input::packed(self, tokens)?)
     }
@@ -494,7 +497,7 @@ enum Kept {
 
 impl Backward for DecoderBackward<'_> {
     fn balance_experts(&mut self, weights: &[f32], coef: f64) -> Result<Option<ExpertBalance>> {
-        let found = balance(&self.routers, weights, coef)?;
+        let found = balance(&self.routers, weights, coef, self.input.ranks())?;
         let (found, gradient) = found.unzip();
         self.balance = gradient.filter(|_| coef != 0.0);
         Ok(found)

@@ -7,16 +7,19 @@ use crate::model::adapter_rows::{AdapterRows, adapter_rows};
 use crate::model::pass::{Context, Pass, StateRows};
 use crate::model::rope::RopeAngles;
 use crate::model::routes::Routes;
+use crate::packing::divided_rows::{KeyExchange, SequenceRanks};
 use crate::packing::shared_rows::SharedRows;
 use crate::{Decoder, PackedTokens};
 
 /// Tokens, their positions and their sequence boundaries.
 pub(crate) struct Input {
-    /// `[N]`
+    /// `[N]`, those of the rows that this rank computes.
     pub(crate) ids: Tensor,
     angles: Vec<RopeAngles>,
     attention: CausalAttention,
     shared: Option<SharedRows>,
+    exchange: Option<KeyExchange>,
+    ranks: Option<SequenceRanks>,
     states: Option<StateRows>,
     /// Experts to replay, u32 `[N, expert_choices]`.
     experts: Option<Tensor>,
@@ -46,6 +49,8 @@ impl Input {
             angles: decoder.angles(&positions)?,
             attention: attention(decoder, Sequences::Padded(&real)),
             shared: None,
+            exchange: None,
+            ranks: None,
             states: decoder.has_states().then(states).transpose()?,
             experts: None,
             adapters: Vec::new(),
@@ -79,9 +84,36 @@ impl Input {
             .iter()
             .flat_map(|&length| (0..length).map(|position| position as f32))
             .collect();
-        let first = tokens.first_tokens().into_iter();
-        let positions: Vec<f32> = first.map(|token| positions[token as usize]).collect();
-        let positions = Tensor::new(positions, tokens.ids().device())?;
+        let (first, rows) = (tokens.first_tokens(), tokens.computed_rows());
+        let positions = rows
+            .iter()
+            .map(|&row| positions[first[row as usize] as usize]);
+        let positions: Vec<f32> = positions.collect();
+        let device = tokens.ids().device();
+        let positions = Tensor::new(positions, device)?;
+        let exchange = KeyExchange::new(tokens)?;
+        if exchange.is_some() && decoder.has_states() {
+            bail!(
+                "tokens: divided between ranks, must be whole for a decoder with a gated delta rule, whose states follow one another"
+            );
+        }
+        if exchange.is_some() && adapters > 1 {
+            bail!("tokens: divided between ranks, must be whole for a joined decoder");
+        }
+        let computed = |all: &Tensor| match &exchange {
+            Some(_) => all.index_select(&Tensor::new(rows.as_slice(), device)?, 0),
+            None => Ok(all.clone()),
+        };
+        let (attention, shared) = match &exchange {
+            Some(exchange) => (
+                attention(decoder, Sequences::Continued(exchange.ends())),
+                None,
+            ),
+            None => (
+                attention(decoder, Sequences::Packed(lengths)),
+                SharedRows::new(tokens)?,
+            ),
+        };
         let states = || {
             let tree = match tokens.shared_rows() {
                 Some(rows) => PrefixTree::with_shared_rows(lengths, rows)?,
@@ -90,17 +122,24 @@ impl Input {
             Ok::<_, Error>(StateRows { tree, real: None })
         };
         Ok(Self {
-            ids: tokens.ids().clone(),
+            ids: computed(tokens.ids())?,
             angles: decoder.angles(&positions)?,
-            attention: attention(decoder, Sequences::Packed(lengths)),
-            shared: SharedRows::new(tokens)?,
+            attention,
+            shared,
             states: decoder.has_states().then(states).transpose()?,
-            experts: tokens.experts().cloned(),
+            experts: tokens.experts().map(computed).transpose()?,
             adapters: match adapters {
                 1 => Vec::new(),
                 _ => adapter_rows(tokens.parts().iter().copied().enumerate()),
             },
+            ranks: tokens.ranks().cloned(),
+            exchange,
         })
+    }
+
+    /// The ranks that divide the pass, if any.
+    pub(crate) fn ranks(&self) -> Option<&SequenceRanks> {
+        self.ranks.as_ref()
     }
 
     pub(crate) fn pass(&self) -> Pass<'_> {
@@ -109,6 +148,7 @@ impl Input {
             context: Context::Sequences {
                 attention: &self.attention,
                 shared: self.shared.as_ref(),
+                exchange: self.exchange.as_ref(),
                 states: self.states.as_ref(),
             },
             routes: Routes {

@@ -15,7 +15,8 @@ use crate::{Decoding, DividedModel, Gradients, Lora, PackedTokens, Parameters, S
 /// itself.
 pub trait LanguageModel {
     /// Computes the hidden states `[N, H]`, from which the output layer computes the next-token
-    /// logits.
+    /// logits. If ranks [divide](PackedTokens::divided) the tokens, a model returns those of
+    /// [`PackedTokens::computed_rows`], or an error.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor>;
 
     /// The output layer's weight, `[V, H]`. It has values only while it is held, if ranks
@@ -83,10 +84,11 @@ pub trait Backward {
     /// Computes the load-balancing loss over all routers in the pass, and adds `coef` times its
     /// gradient to [`Self::backward`]. `None` if the model has no experts, or no token counts.
     ///
-    /// `weights` says how often each of the N rows counts. The loss is `E * sum_e f_e * P_e`, over
-    /// all tokens and all mixtures of experts together. `f_e` is how often expert e was chosen per
-    /// token, out of E experts, and `P_e` is its mean probability (Switch Transformer,
-    /// <https://arxiv.org/abs/2101.03961>, as in transformers). The choice itself has no gradient.
+    /// `weights` says how often each of the N rows counts. If ranks divide the tokens, these are
+    /// the rows that this rank computes, and the result is that of all ranks. The loss is `E *
+    /// sum_e f_e * P_e`, over all tokens and all mixtures of experts together. `f_e` is how
+    /// often expert e was chosen per token, out of E experts, and `P_e` is its mean probability
+    /// (Switch Transformer, <https://arxiv.org/abs/2101.03961>, as in transformers). The choice itself has no gradient.
     ///
     /// # Errors
     ///

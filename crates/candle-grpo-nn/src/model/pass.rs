@@ -12,6 +12,7 @@ use crate::model::adapter_rows::AdapterRows;
 use crate::model::linear::Products;
 use crate::model::rope::RopeAngles;
 use crate::model::routes::Routes;
+use crate::packing::divided_rows::KeyExchange;
 use crate::packing::shared_rows::SharedRows;
 
 /// Forward-pass state that all blocks share.
@@ -33,6 +34,8 @@ pub(crate) enum Context<'a> {
         attention: &'a CausalAttention,
         /// Rows that sequences share, if any.
         shared: Option<&'a SharedRows>,
+        /// Exchanges keys and values, if ranks divide the pass. Then no rows are shared.
+        exchange: Option<&'a KeyExchange>,
         /// For blocks with a state.
         states: Option<&'a StateRows>,
     },
@@ -149,13 +152,20 @@ impl<'a> Pass<'a> {
     ) -> Result<(QueryKeyValue, Tensor, Option<Tensor>)> {
         match self.context {
             Context::Sequences {
-                attention, shared, ..
+                attention,
+                shared,
+                exchange,
+                ..
             } => {
                 let x = transformed(x, transform)?;
                 let attention = attention.with_scores(scores);
-                let (y, log_sums) = match shared {
-                    None => attention.forward(x.each_ref())?,
-                    Some(shared) => {
+                let (y, log_sums) = match (exchange, shared) {
+                    (None, None) => attention.forward(x.each_ref())?,
+                    (Some(exchange), _) => {
+                        let [keys, values] = exchange.gather([&x[1], &x[2]])?;
+                        attention.forward([&x[0], &keys, &values])?
+                    }
+                    (None, Some(shared)) => {
                         let (y, log_sums) =
                             attention.forward(shared.all_to_tokens(&x)?.each_ref())?;
                         (shared.to_rows(&y)?, log_sums)
@@ -195,12 +205,23 @@ impl<'a> Pass<'a> {
         scores: Scores,
     ) -> Result<QueryKeyValue> {
         let Context::Sequences {
-            attention, shared, ..
+            attention,
+            shared,
+            exchange,
+            ..
         } = self.context
         else {
             bail!("{NO_BACKWARD}");
         };
         let attention = attention.with_scores(scores);
+        if let Some(exchange) = exchange {
+            let [keys, values] = exchange.gather([&x[1], &x[2]])?;
+            let forward = log_sums.map(|log_sums| (mixed, log_sums));
+            let [query, keys, values] =
+                attention.backward([&x[0], &keys, &values], forward, gradient)?;
+            let [key, value] = exchange.gather_gradient([keys, values])?;
+            return Ok([query, key, value]);
+        }
         let Some(shared) = shared else {
             let forward = log_sums.map(|log_sums| (mixed, log_sums));
             return attention.backward(x.each_ref(), forward, gradient);

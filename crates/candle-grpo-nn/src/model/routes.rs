@@ -3,6 +3,8 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_kernels::arithmetic_dtype;
 
+use crate::SequenceRanks;
+
 /// Inputs to the routers in a pass.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Routes<'a> {
@@ -60,13 +62,15 @@ impl BalanceGradient {
 }
 
 /// Computes the expert balance in a pass, and `coef` times its loss gradient. `weights` says how
-/// often each of the N tokens counts.
+/// often each of the N tokens counts. If `ranks` divide the pass, the balance is that of all of
+/// them.
 ///
 /// If no token counts, both are absent.
 pub(crate) fn balance(
     routers: &[RouterChoice],
     weights: &[f32],
     coef: f64,
+    ranks: Option<&SequenceRanks>,
 ) -> Result<Option<(ExpertBalance, BalanceGradient)>> {
     let Some(first) = routers.first() else {
         return Ok(None);
@@ -78,7 +82,12 @@ pub(crate) fn balance(
             weights.len()
         );
     }
-    let total: f64 = weights.iter().copied().map(f64::from).sum::<f64>() * routers.len() as f64;
+    let own: f64 = weights.iter().copied().map(f64::from).sum();
+    let sum = |own| match ranks {
+        Some(ranks) => ranks.sum(own),
+        None => Ok(own),
+    };
+    let total = sum(vec![own])?[0] * routers.len() as f64;
     if total == 0.0 {
         return Ok(None);
     }
@@ -100,6 +109,7 @@ pub(crate) fn balance(
             *mean += sum / total;
         }
     }
+    let (loads, mean_probs) = (sum(loads)?, sum(mean_probs)?);
     let products = loads.iter().zip(&mean_probs);
     let busiest = loads.iter().copied().fold(0.0, f64::max);
     let found = ExpertBalance {
@@ -168,7 +178,7 @@ mod tests {
                 chosen: chosen.clone(),
             })
             .collect();
-        let (found, gradient) = balance(&routers, &weights, 0.5)?.expect("tokens that count");
+        let (found, gradient) = balance(&routers, &weights, 0.5, None)?.expect("tokens that count");
         assert!((found.loss - loss.to_scalar::<f64>()?).abs() < 1e-12);
         // Every choice includes expert 0 as one of its two.
         assert!((found.max_load - 2.5).abs() < 1e-12);
@@ -178,8 +188,8 @@ mod tests {
             let distance = (own - expected)?.abs()?.max_all()?.to_scalar::<f64>()?;
             assert!(distance < 1e-7, "{distance}");
         }
-        assert!(balance(&routers, &[0.0; 3], 1.0)?.is_none());
-        assert!(balance(&routers, &[1.0; 2], 1.0).is_err());
+        assert!(balance(&routers, &[0.0; 3], 1.0, None)?.is_none());
+        assert!(balance(&routers, &[1.0; 2], 1.0, None).is_err());
         Ok(())
     }
 }

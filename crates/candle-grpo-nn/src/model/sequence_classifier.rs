@@ -1,6 +1,6 @@
 //! A decoder that scores whole sequences.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use crate::config::SCORE;
@@ -69,6 +69,9 @@ impl SequenceClassifier {
     ///
     /// If a sequence is longer than `max_position_embeddings`, or an id is out of range.
     pub fn scores(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        if tokens.ranks().is_some() {
+            bail!("tokens: divided between ranks, must be whole for a classifier");
+        }
         let ids = tokens.ids().to_vec1::<u32>()?;
         let rows = tokens.rows();
         let mut rest = rows.as_slice();

@@ -27,6 +27,8 @@ pub struct Gradients {
     /// The sums over ranks and passes, if each rank keeps its part alone. The other fields then
     /// have the gradients of the current pass.
     kept: Kept,
+    /// Sums are computed in turn with the backward pass.
+    reduces_in_turn: bool,
 }
 
 impl Gradients {
@@ -136,6 +138,14 @@ impl Gradients {
         Ok(())
     }
 
+    /// Sets whether the next reductions run on the thread of the backward pass, in turn with its
+    /// own operations, and not on another one at the same time. A backward pass in which ranks
+    /// communicate, as over [divided tokens](crate::PackedTokens::divided), needs this: ranks must
+    /// call all operations in one order.
+    pub fn reduce_in_turn(&mut self, in_turn: bool) {
+        self.reduces_in_turn = in_turn;
+    }
+
     pub(super) fn begin(&mut self, sums: Sums) -> Result<()> {
         // Finishes an earlier pass first: its kept sums are the start of this one.
         self.finish_reduction()?;
@@ -143,10 +153,11 @@ impl Gradients {
             Sums::Whole(_) => None,
             Sums::Parts(shard) | Sums::Divided(shard) => Some(shard.clone()),
         };
-        self.reduction = Some(Reduction::new(
+        self.reduction = Some(Reduction::start(
             sums,
             std::mem::take(&mut self.kept),
             BUCKET,
+            self.reduces_in_turn,
         )?);
         Ok(())
     }

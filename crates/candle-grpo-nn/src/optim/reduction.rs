@@ -1,6 +1,7 @@
-//! Gradient sums over all ranks, computed while the backward pass still runs.
+//! Gradient sums over all ranks, computed while the backward pass still runs or in turn with it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
@@ -72,13 +73,12 @@ impl<T> Pending<T> {
     }
 }
 
-/// A thread that sums gradient buckets over all ranks, in order.
+/// Sums gradient buckets over all ranks, in order.
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Reduction {
-    tasks: Option<Sender<Task>>,
-    thread: Option<JoinHandle<Result<Kept>>>,
+    worker: Worker,
     /// The next bucket, how many elements it has, and with how many it is summed.
     bucket: Vec<Named>,
     elements: usize,
@@ -87,19 +87,64 @@ pub(super) struct Reduction {
     frees: bool,
 }
 
+/// Where the sums are computed.
+enum Worker {
+    /// On a thread, while the backward pass computes more gradients.
+    Thread {
+        tasks: Sender<Task>,
+        thread: JoinHandle<Result<Kept>>,
+    },
+    /// On the thread of the backward pass, between its own operations.
+    InTurn(Reducer),
+    /// The reduction has ended.
+    Ended,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Thread { .. } => "Thread",
+            Self::InTurn(_) => "InTurn",
+            Self::Ended => "Ended",
+        })
+    }
+}
+
 impl Reduction {
-    /// Starts the thread, which adds sums that are apart to those of earlier passes, `kept`. A
-    /// bucket has at least `least` elements, as [`BUCKET`], or is the last one.
-    pub(super) fn new(sums: Sums, kept: Kept, least: usize) -> Result<Self> {
-        let (tasks, received) = channel();
+    /// Starts to sum, and adds sums that are apart to those of earlier passes, `kept`. A bucket has
+    /// at least `least` elements, as [`BUCKET`], or is the last one. Sums are `in_turn` with the
+    /// backward pass, or on a thread.
+    pub(super) fn start(sums: Sums, kept: Kept, least: usize, in_turn: bool) -> Result<Self> {
         let frees = matches!(sums, Sums::Divided(_));
-        let thread = Builder::new()
-            .name("gradients".to_owned())
-            .spawn(move || reduce(&sums, kept, &received))
-            .map_err(Error::wrap)?;
+        let mut reducer = Reducer {
+            sums,
+            kept,
+            started: Vec::new(),
+        };
+        let worker = if in_turn {
+            Worker::InTurn(reducer)
+        } else {
+            let (tasks, received) = channel();
+            let thread = Builder::new()
+                .name("gradients".to_owned())
+                .spawn(move || {
+                    while let Ok(task) = received.recv() {
+                        match task {
+                            Task::Sum(bucket, begins) => {
+                                // Only a rank that frees gradients waits for it.
+                                let _ = begins.send(());
+                                reducer.add(bucket)?;
+                            }
+                            Task::Call(call) => call(),
+                        }
+                    }
+                    reducer.finish()
+                })
+                .map_err(Error::wrap)?;
+            Worker::Thread { tasks, thread }
+        };
         Ok(Self {
-            tasks: Some(tasks),
-            thread: Some(thread),
+            worker,
             bucket: Vec::new(),
             elements: 0,
             least,
@@ -144,24 +189,30 @@ impl Reduction {
     fn send(&mut self) -> Result<()> {
         self.elements = 0;
         let bucket = std::mem::take(&mut self.bucket);
-        let (begins, has_begun) = sync_channel(1);
-        self.start(Task::Sum(bucket, begins))?;
-        // Gradients that are freed afterwards must not pile up.
-        if self.frees && has_begun.recv().is_err() {
-            return self.join().map(drop);
+        match &mut self.worker {
+            Worker::InTurn(reducer) => reducer.add(bucket),
+            Worker::Thread { .. } => {
+                let (begins, has_begun) = sync_channel(1);
+                self.send_task(Task::Sum(bucket, begins))?;
+                // Gradients that are freed afterwards must not pile up.
+                if self.frees && has_begun.recv().is_err() {
+                    return self.join().map(drop);
+                }
+                Ok(())
+            }
+            Worker::Ended => self.join().map(drop),
         }
-        Ok(())
     }
 
-    fn start(&mut self, task: Task) -> Result<()> {
-        match &self.tasks {
-            Some(tasks) if tasks.send(task).is_ok() => Ok(()),
+    fn send_task(&mut self, task: Task) -> Result<()> {
+        match &self.worker {
+            Worker::Thread { tasks, .. } if tasks.send(task).is_ok() => Ok(()),
             _ => self.join().map(drop),
         }
     }
 
-    /// Starts `operation` on the thread, after the sums of all gradients that are on their way.
-    /// Operations of all ranks must not overlap, and have the same order on all of them.
+    /// Starts `operation` where sums are computed, after those of all gradients that are on their
+    /// way. Operations of all ranks must not overlap, and have the same order on all of them.
     ///
     /// # Errors
     ///
@@ -171,7 +222,10 @@ impl Reduction {
         operation: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<Pending<T>> {
         let (pending, call) = Pending::new(operation);
-        self.start(Task::Call(Box::new(call)))?;
+        match &self.worker {
+            Worker::InTurn(_) => call(),
+            _ => self.send_task(Task::Call(Box::new(call)))?,
+        }
         Ok(pending)
     }
 
@@ -199,11 +253,16 @@ impl Reduction {
     }
 
     fn join(&mut self) -> Result<Kept> {
-        self.tasks = None;
-        match self.thread.take().map(JoinHandle::join) {
-            Some(Ok(result)) => result,
-            Some(Err(_)) => bail!("gradients: the thread that sums them panicked"),
-            None => bail!("gradients: the thread that sums them has ended"),
+        match std::mem::replace(&mut self.worker, Worker::Ended) {
+            Worker::InTurn(reducer) => reducer.finish(),
+            Worker::Thread { tasks, thread } => {
+                drop(tasks);
+                match thread.join() {
+                    Ok(result) => result,
+                    Err(_) => bail!("gradients: the thread that sums them panicked"),
+                }
+            }
+            Worker::Ended => bail!("gradients: the thread that sums them has ended"),
         }
     }
 }
@@ -211,45 +270,45 @@ impl Reduction {
 /// Waits for the bucket that is being summed.
 impl Drop for Reduction {
     fn drop(&mut self) {
-        if self.thread.is_some() {
+        if let Worker::Thread { .. } = self.worker {
             let _ = self.join();
         }
     }
 }
 
-fn reduce(sums: &Sums, mut kept: Kept, tasks: &Receiver<Task>) -> Result<Kept> {
-    let mut started = Vec::new();
-    while let Ok(task) = tasks.recv() {
-        let bucket = match task {
-            Task::Sum(bucket, begins) => {
-                // Only a rank that frees gradients waits for it.
-                let _ = begins.send(());
-                bucket
-            }
-            Task::Call(call) => {
-                call();
-                continue;
-            }
-        };
+/// Sums buckets.
+struct Reducer {
+    sums: Sums,
+    kept: Kept,
+    /// The bucket that is being summed, if sums are apart.
+    started: Vec<Named>,
+}
+
+impl Reducer {
+    fn add(&mut self, bucket: Vec<Named>) -> Result<()> {
         let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
-        match sums {
+        match &self.sums {
             Sums::Whole(collective) => {
-                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
+                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())
             }
-            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
+            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors),
             Sums::Divided(shard) => {
                 // The bucket before is summed while the backward pass computes this one.
-                keep(shard, std::mem::replace(&mut started, bucket), &mut kept)?;
-                shard.start_reduce_scatter_sum(&tensors)?;
+                let before = std::mem::replace(&mut self.started, bucket);
+                keep(shard, before, &mut self.kept)?;
+                shard.start_reduce_scatter_sum(&tensors)
             }
         }
     }
-    match sums {
-        Sums::Whole(collective) => collective.finish()?,
-        Sums::Parts(shard) => shard.collective.finish()?,
-        Sums::Divided(shard) => keep(shard, started, &mut kept)?,
+
+    fn finish(mut self) -> Result<Kept> {
+        match &self.sums {
+            Sums::Whole(collective) => collective.finish()?,
+            Sums::Parts(shard) => shard.collective.finish()?,
+            Sums::Divided(shard) => keep(shard, self.started, &mut self.kept)?,
+        }
+        Ok(self.kept)
     }
-    Ok(kept)
 }
 
 /// Waits for the sums in a bucket, keeps this rank's part, and frees the rest.
@@ -300,10 +359,11 @@ mod tests {
         let rank = shard.collective.rank();
         let (mut kept, mut in_place) = (Kept::new(), Vec::new());
         for pass in 0..2 {
-            let divided = Reduction::new(Sums::Divided(shard.clone()), kept, least)?;
+            let in_turn = pass == 1;
+            let divided = Reduction::start(Sums::Divided(shard.clone()), kept, least, in_turn)?;
             kept = added(divided, &gradients(pass, rank)?)?;
             let whole = gradients(pass, rank)?;
-            let parts = Reduction::new(Sums::Parts(shard.clone()), Kept::new(), BUCKET)?;
+            let parts = Reduction::start(Sums::Parts(shard.clone()), Kept::new(), BUCKET, in_turn)?;
             added(parts, &whole)?;
             in_place.push(whole);
         }

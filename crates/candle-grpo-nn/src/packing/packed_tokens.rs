@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor, bail};
 
+use super::divided_rows::{DividedRows, SequenceRanks};
+
 /// Tokens from several sequences, concatenated without padding.
 ///
 /// Sequences with a common prefix can share its tokens, see [`Self::sharing_prefixes`]. A causal
@@ -18,6 +20,8 @@ pub struct PackedTokens {
     experts: Option<Tensor>,
     /// Number of rows in each part.
     parts: Vec<usize>,
+    /// The rows of each rank, if ranks divide them.
+    division: Option<DividedRows>,
 }
 
 impl PackedTokens {
@@ -44,6 +48,7 @@ impl PackedTokens {
             rows: None,
             experts: None,
             parts: vec![sequences.iter().map(Vec::len).sum()],
+            division: None,
         })
     }
 
@@ -153,6 +158,7 @@ impl PackedTokens {
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: shares.then_some(rows),
             experts: None,
+            division: None,
         })
     }
 
@@ -161,7 +167,7 @@ impl PackedTokens {
     ///
     /// # Errors
     ///
-    /// If there are no parts, they are on different devices, or one replays experts.
+    /// If there are no parts, they are on different devices, or one replays experts or is divided.
     ///
     /// ```
     /// use candle_core::Device;
@@ -182,6 +188,9 @@ impl PackedTokens {
         if let Some(at) = parts.iter().position(|part| part.experts.is_some()) {
             bail!("parts[{at}]: replays experts, must not");
         }
+        if let Some(at) = parts.iter().position(|part| part.division.is_some()) {
+            bail!("parts[{at}]: divided between ranks, must be whole");
+        }
         let (mut rows, mut first) = (Vec::new(), 0);
         for part in parts {
             rows.extend(part.rows().into_iter().map(|row| first + row));
@@ -195,12 +204,52 @@ impl PackedTokens {
             rows: shares.then_some(rows),
             experts: None,
             parts: parts.iter().flat_map(|part| part.parts.clone()).collect(),
+            division: None,
         })
     }
 
     /// Number of rows in each of the [joined](Self::joined) parts; otherwise, that of all rows.
     pub fn parts(&self) -> &[usize] {
         &self.parts
+    }
+
+    /// Divides the pass over these tokens between `ranks`: each of them computes the hidden states
+    /// of [`Self::computed_rows`], and all ranks exchange keys and values. With one rank nothing is
+    /// divided.
+    ///
+    /// All ranks must have the same tokens, and run the same passes over them in the same order. A
+    /// [`Decoder`](crate::Decoder) without a gated delta rule can divide passes that record no
+    /// graph. A forward pass has the bits of an undivided one on the CPU.
+    #[must_use]
+    pub fn divided(mut self, ranks: &SequenceRanks) -> Self {
+        let is_divided = ranks.collective().world_size() > 1;
+        self.division = is_divided.then(|| DividedRows::new(&self, ranks));
+        self
+    }
+
+    /// The rows in [`Self::ids`] whose hidden states this rank computes, in ascending order: all
+    /// rows, unless ranks [divide](Self::divided) them. A rank without any computes row 0.
+    pub fn computed_rows(&self) -> Vec<u32> {
+        match &self.division {
+            Some(division) => division.computed(),
+            None => (0..self.ids.elem_count() as u32).collect(),
+        }
+    }
+
+    /// The ranks that divide the rows, if any.
+    pub fn ranks(&self) -> Option<&SequenceRanks> {
+        self.division.as_ref().map(|division| &division.ranks)
+    }
+
+    /// Returns false on a rank without rows, for which the row in [`Self::computed_rows`] does not
+    /// count.
+    pub fn has_rows(&self) -> bool {
+        self.division.as_ref().is_none_or(DividedRows::has_rows)
+    }
+
+    /// The rows of each rank.
+    pub(crate) fn division(&self) -> Option<&DividedRows> {
+        self.division.as_ref()
     }
 
     /// Experts to replay, u32 `[N, choices]`, if the model does not choose them itself.

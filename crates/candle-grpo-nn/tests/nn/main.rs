@@ -11,6 +11,7 @@ mod cuda_training_budget;
 mod decoder;
 mod decoding;
 mod divided_model;
+mod divided_tokens;
 mod export;
 mod gguf;
 mod golden;

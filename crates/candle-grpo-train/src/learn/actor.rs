@@ -13,7 +13,7 @@ use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
     DistillationLoss, LinearDistillationOutput, LinearLogProb, OutputLayer, PolicyBatch,
     PolicyLoss, StepTotals, TokenLogProbs, linear_distillation_loss, linear_policy_loss,
-    sum_of_squared_probs,
+    linear_policy_loss_of_part, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::optim::{MasterWeights, Sharding};
@@ -32,7 +32,7 @@ use crate::detached::detached_weights;
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::sequence::response_forward::{
-    Packed, RecordedResponses, hold_output, output_layer, output_weight, predicting_states,
+    Packed, RecordedResponses, hold_output, output_layer, output_weight, predicting_values,
     read_tokens, response_log_probs, states_at_once,
 };
 use crate::teacher::TeacherDistributions;
@@ -327,15 +327,16 @@ impl<M: LanguageModel> Actor<M> {
     /// Returns the sum of squared probabilities at each response position of `batch`, f32 `[B, T]`,
     /// detached. The optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        let states = predicting_states(&self.policy, batch)?;
-        let (b, t, width) = states.dims3()?;
-        let _held = hold_output(&self.policy)?;
-        let weight = self.policy.output_weight().detach();
-        let rows = states.reshape((b * t, width))?;
-        let (temperature, size) = (self.config.temperature, states_at_once(weight.dim(0)?));
-        let layer = (&weight, self.policy.logit_cap());
-        let sums = squared_probs_in_pieces(&rows, layer, temperature, size)?;
-        Ok(sums.reshape((b, t))?)
+        predicting_values(&self.policy, batch, |states| {
+            let (b, t, width) = states.dims3()?;
+            let _held = hold_output(&self.policy)?;
+            let weight = self.policy.output_weight().detach();
+            let rows = states.reshape((b * t, width))?;
+            let (temperature, size) = (self.config.temperature, states_at_once(weight.dim(0)?));
+            let layer = (&weight, self.policy.logit_cap());
+            let sums = squared_probs_in_pieces(&rows, layer, temperature, size)?;
+            Ok(sums.reshape((b, t))?)
+        })
     }
 
     /// Accumulates the gradient of the loss of `batch`, one micro-batch of the step that `totals`
@@ -374,13 +375,13 @@ impl<M: LanguageModel> Actor<M> {
     ) -> Result<MetricValues> {
         batch.dims()?;
         let packed = Packed::of_batch(batch.tokens())?;
+        let cells = packed.cells.clone();
         let ((losses, metrics), balance) = self.accumulate(packed, read_tokens, |mut output| {
             let tokens = batch.tokens();
-            let mask = tokens.predicted_mask()?;
-            let responses = (tokens.targets(), Some(&mask));
-            let layer = output.layer(responses, output.config.temperature)?;
-            let loss =
-                linear_policy_loss(&output.config.policy_loss, &layer, batch.policy(), totals)?;
+            let (targets, mask) = cells.responses(tokens.targets(), &tokens.predicted_mask()?)?;
+            let layer = output.layer((&targets, Some(&mask)), output.config.temperature)?;
+            let (policy_loss, policy) = (&output.config.policy_loss, batch.policy());
+            let loss = linear_policy_loss_of_part(policy_loss, &layer, policy, totals, &cells)?;
             drop(layer);
             output.add(loss.gradients.weight)?;
             let (mut hidden, mut metrics) = (loss.gradients.hidden, loss.output.metrics);

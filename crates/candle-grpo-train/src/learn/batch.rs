@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate::at_least_one;
 use candle_grpo_loss::PolicyBatch;
+use candle_grpo_nn::SequenceRanks;
 
 use crate::TokenBatch;
 use crate::teacher::TeacherDistributions;
@@ -124,6 +125,15 @@ impl TrainingBatch {
             teachers: teachers.collect::<candle_core::Result<_>>()?,
         };
         Ok(batch.with_policy(|policy| policy))
+    }
+
+    /// Lets `ranks` divide the tokens of each sequence: [`TokenBatch::divided`].
+    #[must_use]
+    pub(super) fn divided(self, ranks: Option<&SequenceRanks>) -> Self {
+        Self {
+            tokens: self.tokens.divided(ranks),
+            ..self
+        }
     }
 
     /// Returns the first sequence without a token to train on, for a rank without work.

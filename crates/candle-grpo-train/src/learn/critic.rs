@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gradient_descent::GradientDescent;
 use super::{Ranks, StepStats};
-use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_states};
+use crate::sequence::response_forward::{Packed, RecordedResponses, predicting_values};
 use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
@@ -145,9 +145,9 @@ impl Critic {
 
     /// Returns the values of the responses of `batch`, f32 `[B, T]`, detached.
     pub fn values(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(self
-            .head
-            .forward(&predicting_states(&self.decoder, &batch.without_experts())?)?)
+        predicting_values(&self.decoder, &batch.without_experts(), |states| {
+            Ok(self.head.forward(states)?)
+        })
     }
 
     /// Accumulates the gradient of the value loss of `batch`, one micro-batch of the step that
@@ -170,18 +170,22 @@ impl Critic {
             .context("returns: absent, a critic needs what it should have expected")?;
         let packed = Packed::of_batch(&batch.tokens().without_experts())?;
         let recorded = RecordedResponses::new(&self.decoder, packed)?;
-        let (loss, metrics) = self.config.value_loss.compute(
-            &self.training_head.forward(&recorded.states)?,
-            batch.policy().values.as_ref(),
-            returns,
-            batch.tokens().response_mask(),
-            totals,
-        )?;
+        let values = self.training_head.forward(&recorded.states)?;
+        let (loss, (value, metrics)) = recorded.cells.loss(&values, |values| {
+            Ok(self.config.value_loss.compute(
+                values,
+                batch.policy().values.as_ref(),
+                returns,
+                batch.tokens().response_mask(),
+                totals,
+            )?)
+        })?;
+        drop(values);
         let gradients = &mut self.descent.gradients;
         let states_gradient = gradients
             .add_reached(&loss, &self.parameters)?
             .remove(&recorded.states);
-        let value = f64::from(loss.to_scalar::<f32>()?);
+        let value = f64::from(value.to_scalar::<f32>()?);
         drop(loss);
         recorded.backward(states_gradient, &self.parameters, gradients)?;
         Ok((value, metrics.to_host()?))

@@ -37,6 +37,12 @@ impl GradientDescent {
             .begin_reduction(&mut self.gradients, collective)?)
     }
 
+    /// Lets gradients be summed in turn with the operations of backward passes, see
+    /// [`Gradients::reduce_in_turn`].
+    pub(super) fn reduce_in_turn(&mut self, in_turn: bool) {
+        self.gradients.reduce_in_turn(in_turn);
+    }
+
     /// Returns whether every backward pass sums the gradients, and not only the last one of an
     /// optimizer step.
     pub(super) fn reduces_each_pass(&self) -> bool {

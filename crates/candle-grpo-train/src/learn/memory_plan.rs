@@ -152,6 +152,7 @@ impl MemoryPlan {
         let (group, in_flight) = (config.num_generations, config.prompts_in_flight());
         let update = Update::new(config, prompt_tokens);
         let drawn_passes = update.passes(config.micro_batches()?);
+        let drawn_passes = drawn_passes.map(|pass| pass.in_team(config.sequence_ranks));
         let mut passes = drawn_passes.to_vec();
         if let Some(config) = &config.demonstrations {
             let sizes = (config.micro_batch_tokens, config.batch_size);
@@ -282,6 +283,7 @@ impl MemoryPlan {
         };
         let count = shapes.iter().map(Shape::elem_count).sum();
         let passes = Update::new(config, prompt_tokens).passes(config.micro_batches()?);
+        let passes = passes.map(|pass| pass.in_team(config.sequence_ranks));
         let longest = passes.iter().map(|pass| pass.tokens).max();
         let read = model.forward_bytes(longest.unwrap_or(0), config.compute_dtype.into());
         Ok(Self {
@@ -415,6 +417,35 @@ pub(crate) struct Pass {
     follows: bool,
     /// True for a pass over given answers.
     is_supervised: bool,
+    /// The tokens whose keys and values the ranks of a team exchange, each once, and with those
+    /// that sequences share in each: 0 if no team divides the pass.
+    exchanged: (usize, usize),
+}
+
+impl Pass {
+    /// The part of one of `ranks` that divide the tokens.
+    fn in_team(self, ranks: usize) -> Self {
+        if ranks == 1 {
+            return self;
+        }
+        // Each rank has the queries of its own tokens alone.
+        let tokens = self.tokens.div_ceil(ranks);
+        Self {
+            tokens,
+            expanded: tokens,
+            exchanged: (self.tokens, self.expanded),
+            ..self
+        }
+    }
+
+    /// The bytes of the keys and values of other ranks, and of their gradients, while a block runs.
+    fn exchange(self, model: &DecoderConfig, dtype: DType) -> usize {
+        let width = model.num_key_value_heads * model.head_dim();
+        let (tokens, expanded) = self.exchanged;
+        // Sums over the ranks are f32.
+        let (size, sum) = (dtype.size_in_bytes(), 4);
+        2 * width * (2 * expanded * size + tokens * sum)
+    }
 }
 
 /// The completions of an update, with their largest lengths.
@@ -458,6 +489,7 @@ impl Update {
             expanded: sequences * (self.prompt + self.response),
             follows: false,
             is_supervised: false,
+            exchanged: (0, 0),
         }
     }
 
@@ -508,6 +540,7 @@ pub(crate) fn examples(
         expanded: tokens,
         follows,
         is_supervised: true,
+        exchanged: (0, 0),
     };
     [pass(first, false), pass(rest(first, all, longest), true)]
 }
@@ -748,9 +781,10 @@ impl Learner<'_> {
         )?;
         let output = recorded.kept + self.layer(model, pass);
         let blocks = recorded.backward.len();
+        let exchange = pass.exchange(model, self.compute);
         let most = recorded.backward.iter().copied().max();
-        let activations =
-            output.max(most.unwrap_or(0)) + self.division.gathered(model, self.compute);
+        let activations = output.max(most.unwrap_or(0) + exchange)
+            + self.division.gathered(model, self.compute);
         let training = if self.division.divides_gradients() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
             // two blocks above are summed over the ranks and freed. Small blocks are summed
@@ -765,8 +799,8 @@ impl Learner<'_> {
             // The gradients of a block are added before those of the block below.
             let of_blocks = self.gradients - self.output - self.embedding;
             let backward = recorded.backward.iter().enumerate();
-            let backward =
-                backward.map(|(block, bytes)| bytes + of_blocks * (blocks - block) / blocks);
+            let backward = backward
+                .map(|(block, bytes)| bytes + exchange + of_blocks * (blocks - block) / blocks);
             self.output + output.max(backward.max().unwrap_or(0))
         };
         Ok((activations, training))
@@ -848,6 +882,7 @@ mod tests {
                 expanded: 100,
                 follows,
                 is_supervised: false,
+                exchanged: (0, 0),
             };
             let learning = Learning {
                 adapters: None,

@@ -2,12 +2,12 @@
 
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_nn::{DividedModel, LanguageModel};
+use candle_grpo_nn::{DividedModel, LanguageModel, SequenceRanks};
 use serde::{Deserialize, Serialize};
 
 use super::gradient_descent::GradientDescent;
 use super::models::ensure_not_canceled;
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, Shares};
 use crate::sequence::{Batch, Column, divide};
 use crate::{Actor, Critic, Progress, Sequence, TokenBatch, TrainConfig, TrainingBatch};
 use candle_grpo_base::progress::NoProgress;
@@ -26,29 +26,28 @@ pub enum MicroBatchSize {
 }
 
 impl MicroBatchSize {
-    /// Returns the indices of the sequences of each micro-batch of each rank.
-    pub(crate) fn of_ranks(self, sequences: &[Sequence], ranks: &Ranks) -> Vec<Vec<Vec<usize>>> {
+    /// Returns the indices of the sequences of each micro-batch of each share.
+    pub(crate) fn of_shares(self, sequences: &[Sequence], shares: Shares) -> Vec<Vec<Vec<usize>>> {
         let total = sequences.len();
-        let world_size = ranks.collective().world_size();
         let whole = match self {
             Self::Sequences(size) => {
                 let sequences: Vec<usize> = (0..total).collect();
-                if total.div_ceil(size) < world_size {
-                    // Parts of one micro-batch each, so that every rank has some work.
-                    let parts = (0..world_size).map(|rank| ranks.share_of(rank, total));
+                if total.div_ceil(size) < shares.count {
+                    // Parts of one micro-batch each, so that every share has some work.
+                    let parts = (0..shares.count).map(|number| shares.share_of(number, total));
                     parts.map(|part| sequences[part].to_vec()).collect()
                 } else {
                     sequences.chunks(size).map(<[usize]>::to_vec).collect()
                 }
             }
-            Self::Tokens(bound) => divide(sequences, bound, true, world_size),
-            Self::TokensOfRows(bound) => divide(sequences, bound, false, world_size),
+            Self::Tokens(bound) => divide(sequences, bound, true, shares.count),
+            Self::TokensOfRows(bound) => divide(sequences, bound, false, shares.count),
         };
-        let of_rank = |rank| {
-            let own = whole[ranks.share_of(rank, whole.len())].iter();
+        let of_share = |number| {
+            let own = whole[shares.share_of(number, whole.len())].iter();
             own.filter(|part| !part.is_empty()).cloned().collect()
         };
-        (0..world_size).map(of_rank).collect()
+        (0..shares.count).map(of_share).collect()
     }
 }
 
@@ -86,6 +85,12 @@ pub(crate) trait Divisible: Sized {
     /// The sequences with these indices.
     fn part(&self, sequences: &[usize]) -> Result<Self>;
 
+    /// True if the ranks of a team can divide the tokens of each sequence.
+    const IN_TEAMS: bool;
+
+    /// Lets the ranks of a team divide the tokens of each sequence, if they can.
+    fn divided(self, team: Option<&SequenceRanks>) -> Self;
+
     /// A pass for a rank without work, which takes part in the sum of the gradients.
     fn idle_part(&self) -> Result<Self> {
         self.part(&[0])
@@ -101,6 +106,12 @@ impl Divisible for TrainingBatch {
         self.select(sequences)
     }
 
+    const IN_TEAMS: bool = true;
+
+    fn divided(self, team: Option<&SequenceRanks>) -> Self {
+        self.divided(team)
+    }
+
     fn idle_part(&self) -> Result<Self> {
         self.without_work()
     }
@@ -114,6 +125,12 @@ impl Divisible for Batch {
     fn part(&self, sequences: &[usize]) -> Result<Self> {
         self.select(sequences)
     }
+
+    const IN_TEAMS: bool = false;
+
+    fn divided(self, _: Option<&SequenceRanks>) -> Self {
+        self
+    }
 }
 
 /// The micro-batches of a batch.
@@ -124,6 +141,8 @@ pub(crate) struct Divided<B> {
     pub(crate) count: usize,
     /// The largest number of those of a rank.
     pub(crate) most_of_rank: usize,
+    /// True if this rank reports the results.
+    reports: bool,
 }
 
 /// A model whose gradients accumulate over the passes of an update.
@@ -176,22 +195,25 @@ impl<'a> MicroBatches<'a> {
 
     /// Divides `batch` into micro-batches.
     pub(crate) fn divide<B: Divisible>(self, batch: &B) -> Result<Divided<B>> {
-        let all = self.size.of_ranks(batch.sequences(), self.ranks);
-        let own = all[self.ranks.collective().rank()].iter();
-        let own = own.map(|sequences| batch.part(sequences));
+        let shares = self.ranks.shares(B::IN_TEAMS);
+        let all = self.size.of_shares(batch.sequences(), shares);
+        let own = all[shares.own].iter();
+        let own = own.map(|sequences| Ok(batch.part(sequences)?.divided(shares.team)));
         let counts = || all.iter().map(Vec::len);
         Ok(Divided {
             own: own.collect::<Result<_>>()?,
             count: counts().sum(),
             most_of_rank: counts().max().unwrap_or(0),
+            reports: shares.reports(),
         })
     }
 
     /// Runs `pass` over each micro-batch of this rank in `divided`, those of `batch`, and returns
-    /// its results. With `reduces` the last pass sums the gradients over all ranks, so it must be
-    /// the last one of the update. If a learner reduces in each pass, all ranks make as many. A
-    /// rank without micro-batches for a pass that reduces passes [`Divisible::idle_part`], and true
-    /// for a part without work, whose gradients must be 0.
+    /// its results. In a team, one rank returns them. With `reduces` the last pass sums the
+    /// gradients over all ranks, so it must be the last one of the update. If a learner reduces
+    /// in each pass, all ranks make as many. A rank without micro-batches for a pass that
+    /// reduces passes [`Divisible::idle_part`], and true for a part without work, whose
+    /// gradients must be 0.
     ///
     /// # Errors
     ///
@@ -203,6 +225,8 @@ impl<'a> MicroBatches<'a> {
         reduces: bool,
         mut pass: impl FnMut(&mut L, &B, bool) -> Result<T>,
     ) -> Result<Vec<T>> {
+        let team = self.ranks.shares(B::IN_TEAMS).team;
+        learner.descent().reduce_in_turn(team.is_some());
         let reduces_each = learner.descent().reduces_each_pass();
         let passes = if reduces_each {
             divided.most_of_rank
@@ -217,10 +241,11 @@ impl<'a> MicroBatches<'a> {
                 learner.descent().begin_reduction(collective)?;
             }
             let Some(part) = divided.own.get(number) else {
-                pass(learner, &batch.idle_part()?, true)?;
+                pass(learner, &batch.idle_part()?.divided(team), true)?;
                 continue;
             };
-            results.push(pass(learner, part, false)?);
+            let found = pass(learner, part, false)?;
+            results.extend(divided.reports.then_some(found));
             let tokens = part.sequences().iter().map(Sequence::num_trained_tokens);
             self.receiver
                 .advance(part.sequences().len(), tokens.sum::<usize>());
@@ -243,6 +268,12 @@ impl<'a> MicroBatches<'a> {
             size: MicroBatchSize::Sequences(usize::MAX),
             ..self
         }
+    }
+
+    /// Returns whether [`Self::at_once`] made this. A call that is not bounded is not a pass of
+    /// this process, so that teams do not share it.
+    fn is_at_once(self) -> bool {
+        self.size == MicroBatchSize::Sequences(usize::MAX)
     }
 
     /// Concatenates `forward` `[B, ..]` of all micro-batches of `tokens`, in the order of `tokens`.
@@ -268,11 +299,12 @@ impl<'a> MicroBatches<'a> {
         tokens: &'b TokenBatch,
         forward: impl Fn(&TokenBatch) -> Result<T>,
     ) -> Result<Pieces<'b, T>> {
-        let all = self.size.of_ranks(tokens.sequences(), self.ranks);
-        let parts = &all[self.ranks.collective().rank()];
+        let shares = self.ranks.shares(!self.is_at_once());
+        let all = self.size.of_shares(tokens.sequences(), shares);
+        let parts = &all[shares.own];
         let own = parts.iter().map(|own| {
             ensure_not_canceled(self.progress)?;
-            forward(&tokens.select(own)?)
+            forward(&tokens.select(own)?.divided(shares.team))
         });
         let own = own.collect::<Result<_>>()?;
         if self.gathers {
@@ -285,6 +317,8 @@ impl<'a> MicroBatches<'a> {
         Ok(Pieces {
             own,
             ranks: self.ranks.clone(),
+            share: shares.own,
+            reports: shares.reports(),
             all,
             tokens,
         })
@@ -294,8 +328,11 @@ impl<'a> MicroBatches<'a> {
 /// The results of the micro-batches of a rank.
 pub(super) struct Pieces<'a, T> {
     own: Vec<T>,
-    /// The sequences of each micro-batch of each rank.
+    /// The sequences of each micro-batch of each share.
     all: Vec<Vec<Vec<usize>>>,
+    /// The share of this rank, and whether it reports it.
+    share: usize,
+    reports: bool,
     ranks: Ranks,
     tokens: &'a TokenBatch,
 }
@@ -319,7 +356,7 @@ impl<T> Pieces<'_, T> {
             let places: Vec<u32> = places.into_iter().map(|place| place as u32).collect();
             return Ok(rows.index_select(&Tensor::new(places, device)?, 0)?);
         }
-        let own = self.all[self.ranks.collective().rank()].iter();
+        let own = self.all[self.share].iter().filter(|_| self.reports);
         let columns = own.zip(&self.own).map(|(sequences, piece)| {
             let tokens = sequences.iter();
             let tokens = tokens.map(|&index| self.tokens.sequences()[index].response().len());

@@ -69,6 +69,13 @@ impl<C: ModelConfig> Models<C> {
             true,
             "be false for a model without experts",
         )?;
+        let has_states = model.decoder().is_some_and(DecoderConfig::has_states);
+        check(
+            config.sequence_ranks == 1 || !has_states,
+            "sequence_ranks",
+            config.sequence_ranks,
+            "be 1 for a model with a gated delta rule, whose states follow one another",
+        )?;
         let adapters = config.adapters.clone();
         let adapters = adapters.map(|adapters| (adapters, config.base_weights));
         let seed = config.sampling.seed;

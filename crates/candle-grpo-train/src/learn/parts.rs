@@ -175,6 +175,11 @@ impl<C: ModelConfig> TrainerParts<C> {
                 format!("be false with {world_size} processes, each of which ends its own part");
             check(world_size == 1 || !continues, name, continues, &must)?;
         }
+        let teams = self.config.sequence_ranks;
+        let must = format!("divide the number of processes, {world_size}");
+        // The settings refuse 0.
+        let is_valid = teams == 0 || world_size.is_multiple_of(teams);
+        check(is_valid, "sequence_ranks", teams, &must)?;
         let must = format!("be another one with {world_size} processes, which share out sequences");
         Ok(check(
             world_size == 1 || recipe.policy_loss.surrogate.level() != LossLevel::Group,
@@ -245,7 +250,8 @@ impl<C: ModelConfig> Trainer<C> {
             })?;
             Demonstrations::new(config, examples, order)
         });
-        let collector = collector.with_ranks(Ranks::new(parts.collective));
+        let ranks = Ranks::new(parts.collective).in_teams(config.sequence_ranks)?;
+        let collector = collector.with_ranks(ranks);
         let source: Box<dyn Collect<C>> = match config.rollout.max_staleness {
             0 => Box::new(collector.clone()),
             _ => Box::new(Ahead::new(collector.clone(), draws_itself, parts.last_step)),

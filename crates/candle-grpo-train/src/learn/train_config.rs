@@ -171,6 +171,11 @@ pub struct TrainConfig {
     /// gradients, and in half precision the f32 weights), or `full` (also all other weights, which
     /// the ranks gather block by block, and together to sample). Checkpoints do not depend on it.
     pub sharding: Sharding,
+    /// The number of ranks that share each pass over the policy, a reference and the critic
+    /// (context parallelism): they divide the tokens of every sequence, and with them the
+    /// activations. Above 1, it is for sequences that are too long for one rank. The number of
+    /// all ranks must be a multiple of it.
+    pub sequence_ranks: usize,
     /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
     /// Maximum global norm of the gradients.
@@ -213,6 +218,7 @@ impl Default for TrainConfig {
                 ..AdamWConfig::default()
             },
             sharding: Sharding::None,
+            sequence_ranks: 1,
             schedule: LearningRateSchedule::default(),
             max_grad_norm: 1.,
         }
@@ -240,6 +246,7 @@ impl TrainConfig {
             ("epochs", self.epochs),
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
+            ("sequence_ranks", self.sequence_ranks),
         ] {
             check::at_least_one(name, value)?;
         }
@@ -447,6 +454,12 @@ impl TrainConfig {
             check::check(dtype == ComputeDType::F32, name, check::Name(&dtype), must)?;
         }
         check::check(
+            self.sequence_ranks == 1,
+            "sequence_ranks",
+            self.sequence_ranks,
+            "be 1 for a custom model, whose attention is not known",
+        )?;
+        check::check(
             self.router_aux_loss_coef == 0.,
             "router_aux_loss_coef",
             self.router_aux_loss_coef,
@@ -544,6 +557,18 @@ impl TrainConfig {
     }
 
     fn validate_sharding(&self) -> Result<()> {
+        check::check(
+            self.sequence_ranks == 1 || self.recipe.distillation_loss.is_none(),
+            "sequence_ranks",
+            self.sequence_ranks,
+            "be 1 with recipe.distillation_loss, which compares whole distributions of a completion",
+        )?;
+        check::check(
+            self.sequence_ranks == 1 || self.sharding != Sharding::Full,
+            "sequence_ranks",
+            self.sequence_ranks,
+            "be 1 with sharding: full, whose gathers of weights would have no common order with those of keys",
+        )?;
         check::check(
             !self.divides_weights() || self.reference_refresh.is_none(),
             "sharding",

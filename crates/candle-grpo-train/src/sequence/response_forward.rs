@@ -1,12 +1,15 @@
 //! Forward and backward passes over a batch's responses.
 
-use anyhow::Result;
+use std::collections::HashMap;
+
+use anyhow::{Result, ensure};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
-use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
+use candle_grpo_loss::{LayerPart, LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::{
-    Backward, Decoder, DividedModel, Gradients, Held, LanguageModel, Lora, PackedTokens, Parameters,
+    Backward, Decoder, DividedModel, Gradients, Held, LanguageModel, Lora, PackedTokens,
+    Parameters, SequenceRanks,
 };
 
 use super::{Sequence, TokenBatch};
@@ -20,17 +23,40 @@ pub(crate) fn response_log_probs(
     batch: &TokenBatch,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    let states = predicting_states(model, batch)?;
+    let packed = Packed::of_batch(batch)?;
+    let states = packed.states(model)?;
     let _held = hold_output(model)?;
     let weight = model.output_weight().detach();
-    let responses = (batch.targets(), Some(batch.response_mask()));
-    Ok(output_layer(model, &states, &weight, responses, temperature)?.forward()?)
+    let (targets, mask) = packed.responses(batch.targets(), batch.response_mask())?;
+    let responses = (&targets, Some(&mask));
+    let own = output_layer(model, &states, &weight, responses, temperature)?.forward()?;
+    Ok(packed.cells.gather(&own)?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses in
 /// `batch`.
+///
+/// # Errors
+///
+/// If ranks divide the batch: each of them has the states of its own tokens.
 pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
+    ensure!(
+        batch.ranks().is_none(),
+        "batch: divided between ranks, must be whole for the hidden states of all tokens"
+    );
     Packed::of_batch(batch)?.states(model)
+}
+
+/// Computes `values` of the hidden states at the positions that predict the responses in `batch`,
+/// detached. `values` maps `[.., H]` to f32 `[..]`. Returns f32 `[B, T]`.
+pub(crate) fn predicting_values(
+    model: &dyn LanguageModel,
+    batch: &TokenBatch,
+    values: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let packed = Packed::of_batch(batch)?;
+    let own = values(&packed.states(model)?)?.detach();
+    Ok(packed.cells.gather_one(&own)?)
 }
 
 /// Creates the model's output layer over `states` `[B, T, H]`, which computes the log-probs of
@@ -71,10 +97,13 @@ pub(crate) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> 
 
 /// A forward pass over a batch's responses, with its backward pass.
 pub(crate) struct RecordedResponses<'a> {
-    /// The [`predicting_states`] as a variable, where a loss's graph starts.
+    /// The states that predict the responses as a variable, where a loss's graph starts: those of
+    /// [`Self::cells`].
     pub(crate) states: Var,
+    pub(crate) cells: Cells,
     selected: Selected,
     weights: Vec<f32>,
+    read_tokens: f64,
     backward: Box<dyn Backward + 'a>,
 }
 
@@ -111,10 +140,13 @@ impl Selected {
 impl<'a> RecordedResponses<'a> {
     pub(crate) fn new(model: &'a dyn LanguageModel, packed: Packed) -> Result<Self> {
         let (hidden, backward) = model.record(&packed.tokens)?;
+        packed.check_rows(&hidden)?;
         let (states, selected) = Selected::new(&hidden, packed.places)?;
         Ok(Self {
             states,
             selected,
+            cells: packed.cells,
+            read_tokens: packed.read_tokens,
             weights: packed.weights,
             backward,
         })
@@ -122,7 +154,7 @@ impl<'a> RecordedResponses<'a> {
 
     /// Returns the number of tokens in [`read_tokens`].
     pub(crate) fn read_tokens(&self) -> f64 {
-        self.weights.iter().copied().map(f64::from).sum()
+        self.read_tokens
     }
 
     /// Computes the expert balance, and adds `coef` times its loss gradient to [`Self::backward`].
@@ -214,8 +246,13 @@ pub(crate) struct Packed {
     /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 for those that
     /// neither train nor are observations.
     places: Tensor,
-    /// For each token in `tokens`, the number of trained sequences that contain it, `[N]`.
+    /// For each token that this rank computes, the number of trained sequences that contain it,
+    /// `[N]`.
     weights: Vec<f32>,
+    /// The number of tokens in [`read_tokens`].
+    read_tokens: f64,
+    /// The response tokens of the places.
+    pub(crate) cells: Cells,
 }
 
 /// Returns the number of tokens that the model reads for the responses in `batch`, over all
@@ -241,7 +278,11 @@ impl Packed {
     pub(crate) fn of_batch(batch: &TokenBatch) -> Result<Self> {
         let (_, width) = batch.dims();
         let device = batch.targets().device();
-        Self::new(batch.sequences(), Targets::Padded(width), device)
+        let whole = Self::new(batch.sequences(), Targets::Padded(width), device)?;
+        match batch.ranks() {
+            Some(ranks) => whole.divided(batch, ranks),
+            None => Ok(whole),
+        }
     }
 
     /// Packs the tokens in `sequences` that a model reads.
@@ -289,19 +330,218 @@ impl Packed {
         Ok(Self {
             tokens,
             places: Tensor::from_vec(places, shape, device)?,
+            read_tokens: weights.iter().copied().map(f64::from).sum(),
             weights,
+            cells: Cells::Whole,
         })
     }
 
-    /// Computes the detached hidden states at the places, `[B, T, H]`.
+    /// Keeps what this one of `ranks` computes for `batch`, whose tokens these are.
+    fn divided(self, batch: &TokenBatch, ranks: &SequenceRanks) -> Result<Self> {
+        let tokens = self.tokens.divided(ranks);
+        let computed = tokens.computed_rows();
+        let own: HashMap<u32, u32> = match tokens.has_rows() {
+            true => computed.iter().copied().zip(0..).collect(),
+            false => HashMap::new(),
+        };
+        let weights = computed.iter().map(|row| match own.contains_key(row) {
+            true => self.weights[*row as usize],
+            false => 0.,
+        });
+        let (b, t) = batch.dims();
+        let rows = self.places.flatten_all()?.to_vec1::<u32>()?;
+        let predicted = batch.sequences().iter().flat_map(|sequence| {
+            let padding = t - sequence.response().len();
+            sequence
+                .predicted()
+                .chain(std::iter::repeat_n(false, padding))
+        });
+        let (mut places, mut cells) = (Vec::new(), Vec::new());
+        for (cell, (row, is_predicted)) in rows.iter().zip(predicted).enumerate() {
+            if let (true, Some(&place)) = (is_predicted, own.get(row)) {
+                places.push(place);
+                cells.push(cell as u32);
+            }
+        }
+        let counts = u32::from(!cells.is_empty());
+        if cells.is_empty() {
+            // Tensors have at least one cell.
+            places.push(0);
+            cells.push(0);
+        }
+        let device = batch.targets().device();
+        let (shape, m) = ((1, cells.len()), cells.len());
+        Ok(Self {
+            weights: weights.collect(),
+            places: Tensor::from_vec(places, shape, device)?,
+            cells: Cells::Own(OwnCells {
+                cells: Tensor::new(cells, device)?,
+                mask: Tensor::full(counts, (1, m), device)?,
+                whole: (b, t),
+                ranks: ranks.clone(),
+            }),
+            read_tokens: self.read_tokens,
+            tokens,
+        })
+    }
+
+    /// Returns the targets and the mask `[B, T]` of a batch at the places.
+    pub(crate) fn responses(&self, targets: &Tensor, mask: &Tensor) -> Result<(Tensor, Tensor)> {
+        Ok(self.cells.responses(targets, mask)?)
+    }
+
+    /// Computes the detached hidden states at the places, `[B, T, H]`, or those of the cells.
     pub(crate) fn states(&self, model: &dyn LanguageModel) -> Result<Tensor> {
         let hidden = model.hidden_states(&self.tokens)?.detach();
+        self.check_rows(&hidden)?;
         Ok(embedding(&self.places, &hidden)?)
+    }
+
+    /// Checks that a model has computed the rows of this rank.
+    fn check_rows(&self, hidden: &Tensor) -> Result<()> {
+        ensure!(
+            hidden.dims().first() == Some(&self.weights.len()),
+            "hidden: shape {:?}, must have {} rows, one for each token that this rank computes",
+            hidden.dims(),
+            self.weights.len()
+        );
+        Ok(())
+    }
+}
+
+/// The response tokens in a batch `[B, T]` whose log-probs this rank computes.
+#[derive(Debug, Clone)]
+pub(crate) enum Cells {
+    /// All of them.
+    Whole,
+    /// The response tokens that its own tokens predict.
+    Own(OwnCells),
+}
+
+/// M of the response tokens in a batch `[B, T]`. Other ranks have the others.
+#[derive(Debug, Clone)]
+pub(crate) struct OwnCells {
+    /// u32 `[M]`, as numbers in the flat batch.
+    cells: Tensor,
+    /// u32 `[1, M]`: 0 if the only cell stands in for none.
+    mask: Tensor,
+    whole: (usize, usize),
+    ranks: SequenceRanks,
+}
+
+impl Cells {
+    /// Returns the targets and the mask `[B, T]` at the cells.
+    pub(crate) fn responses(
+        &self,
+        targets: &Tensor,
+        mask: &Tensor,
+    ) -> candle_core::Result<(Tensor, Tensor)> {
+        match self {
+            Self::Whole => Ok((targets.clone(), mask.clone())),
+            Self::Own(own) => {
+                let mask = own.at_cells(mask)?.to_dtype(DType::U32)?;
+                Ok((own.at_cells(targets)?, (mask * &own.mask)?))
+            }
+        }
+    }
+
+    /// Returns one tensor `[B, T]` from those of all ranks at their cells.
+    pub(crate) fn gather_one(&self, own: &Tensor) -> candle_core::Result<Tensor> {
+        Ok(match self {
+            Self::Whole => own.clone(),
+            Self::Own(cells) => cells.gather([own])?.swap_remove(0),
+        })
+    }
+
+    /// Computes `loss` of a function's values `own`, whose arguments are the states at the cells.
+    /// `loss` gets the values `[B, T]`. Returns a loss with the same gradient in this rank's part
+    /// of the graph, and the value of the loss with its other results.
+    pub(crate) fn loss<T>(
+        &self,
+        own: &Tensor,
+        loss: impl FnOnce(&Tensor) -> Result<(Tensor, T)>,
+    ) -> Result<(Tensor, (Tensor, T))> {
+        let Self::Own(cells) = self else {
+            let (loss, others) = loss(own)?;
+            return Ok((loss.clone(), (loss.detach(), others)));
+        };
+        let values = Var::from_tensor(&self.gather_one(&own.detach())?)?;
+        let (loss, others) = loss(&values)?;
+        let derivatives = match loss.backward()?.get(&values) {
+            Some(gradient) => cells.select(&gradient.detach())?,
+            None => own.zeros_like()?,
+        };
+        let own = (own * derivatives)?.sum_all()?;
+        Ok((own, (loss.detach(), others)))
+    }
+}
+
+impl LayerPart for Cells {
+    fn gather(&self, own: &TokenLogProbs) -> candle_core::Result<TokenLogProbs> {
+        let Self::Own(cells) = self else {
+            return Ok(own.clone());
+        };
+        let all = cells.gather([&own.log_probs, &own.entropy, &own.log_sum_exp])?;
+        let [log_probs, entropy, log_sum_exp] = all.as_slice() else {
+            candle_core::bail!("log-probs: {} tensors, must be 3", all.len());
+        };
+        Ok(TokenLogProbs {
+            log_probs: log_probs.clone(),
+            entropy: entropy.clone(),
+            log_sum_exp: log_sum_exp.clone(),
+        })
+    }
+
+    fn select(&self, all: &TokenLogProbs) -> candle_core::Result<TokenLogProbs> {
+        let Self::Own(cells) = self else {
+            return Ok(all.clone());
+        };
+        Ok(TokenLogProbs {
+            log_probs: cells.select(&all.log_probs)?,
+            entropy: cells.select(&all.entropy)?,
+            log_sum_exp: cells.select(&all.log_sum_exp)?,
+        })
+    }
+}
+
+impl OwnCells {
+    /// Selects the cells in `x` `[B, T]`: `[1, M]`.
+    fn at_cells(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        x.flatten_all()?.index_select(&self.cells, 0)?.unsqueeze(0)
+    }
+
+    /// Selects the cells in `x` `[B, T]`: `[1, M]`, and 0 for a cell that stands in for none.
+    fn select(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.counted(&self.at_cells(x)?)
+    }
+
+    /// Zeroes `x` `[1, M]` at a cell that stands in for none.
+    fn counted(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.mask.where_cond(x, &x.zeros_like()?)
+    }
+
+    /// Returns tensors `[B, T]` with the values `[1, M]` of all ranks at their cells, and 0 at
+    /// others.
+    fn gather<const N: usize>(&self, own: [&Tensor; N]) -> candle_core::Result<Vec<Tensor>> {
+        let (b, t) = self.whole;
+        let all = own.map(|own| {
+            let own = self.counted(&own.detach())?.flatten_all()?;
+            let all = Tensor::zeros(b * t, own.dtype(), own.device())?;
+            all.index_add(&self.cells, &own, 0)
+        });
+        let all = all.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
+        // Each sum has one term that is not 0.
+        let ranks = self.ranks.collective();
+        ranks.all_reduce_sum(&all.iter().collect::<Vec<_>>())?;
+        all.iter().map(|all| all.reshape((b, t))).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_grpo_nn::{Decoder, DecoderConfig};
+    use candle_grpo_test_support::{TINY_DECODER, on_ranks, stay_on_cpu};
+
     use super::*;
     use crate::sequence::Batch;
 
@@ -328,6 +568,51 @@ mod tests {
         // The last sequence does not train.
         assert_eq!(packed.weights, [1., 1., 1., 1., 1., 0.]);
         assert_eq!(read_tokens(&batch), 5.);
+    }
+
+    /// Two answers to one prompt, an answer with a token that does not train, and prompts of one
+    /// token: some ranks have no token to predict from.
+    #[test]
+    fn each_token_of_a_team_has_the_bits_of_one_rank() {
+        stay_on_cpu();
+        let model: DecoderConfig = serde_json::from_str(TINY_DECODER).unwrap();
+        let parameters = Parameters::init(&model, 3, &Device::Cpu).unwrap();
+        let decoder = Decoder::new(&model, parameters.detached_var_builder()).unwrap();
+        let pairs: [(&[u32], &[u32]); 4] = [
+            (&[1, 2, 3], &[4, 5, 0, 1, 2]),
+            (&[1, 2, 3], &[4, 1]),
+            (&[5], &[0, 4, 1]),
+            (&[3], &[1]),
+        ];
+        let sequences = pairs.iter().enumerate().map(|(at, (prompt, answer))| {
+            let sequence = Sequence::of_answer(prompt, answer).unwrap();
+            match at {
+                2 => sequence.with_written(&[true, false, true]).unwrap(),
+                _ => sequence,
+            }
+        });
+        for sequences in [sequences.clone().collect(), sequences.skip(3).collect()] {
+            let batch = Batch::new(sequences).unwrap();
+            let batch = TokenBatch::of_batch(&batch, &Device::Cpu).unwrap();
+            let found = |batch: &TokenBatch| {
+                let found = response_log_probs(&decoder, batch, 0.7).unwrap();
+                let bits = |x: Tensor| -> Vec<u32> {
+                    let values = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    values.into_iter().map(f32::to_bits).collect()
+                };
+                [found.log_probs, found.entropy, found.log_sum_exp].map(bits)
+            };
+            let alone = found(&batch);
+            assert!(alone[0].iter().any(|&bits| bits != 0));
+            for count in [2, 3, 4] {
+                for own in on_ranks(count, |collective| {
+                    let ranks = SequenceRanks::new(collective);
+                    found(&batch.clone().divided(Some(&ranks)))
+                }) {
+                    assert_eq!(own, alone, "{count} ranks");
+                }
+            }
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_loss::StepTotals;
+use candle_grpo_nn::SequenceRanks;
 
 use super::batch::totals;
 use super::{Batch, Column, Sequence, select};
@@ -19,6 +20,8 @@ pub struct TokenBatch {
     response_mask: Tensor,
     /// u32 `[B, T]`
     observation_mask: Option<Tensor>,
+    /// The ranks that divide the tokens of each sequence in passes, if any.
+    ranks: Option<SequenceRanks>,
 }
 
 impl TokenBatch {
@@ -53,6 +56,7 @@ impl TokenBatch {
         Self {
             response_mask: targets.clone(),
             observation_mask: None,
+            ranks: None,
             sequences,
             targets,
         }
@@ -146,7 +150,23 @@ impl TokenBatch {
             targets: self.targets.clone(),
             response_mask: self.response_mask.clone(),
             observation_mask: self.observation_mask.clone(),
+            ranks: self.ranks.clone(),
         }
+    }
+
+    /// Lets `ranks` divide the tokens of each sequence in passes over this batch: all of them must
+    /// run the same passes, and get the whole results.
+    #[must_use]
+    pub(crate) fn divided(self, ranks: Option<&SequenceRanks>) -> Self {
+        Self {
+            ranks: ranks.cloned(),
+            ..self
+        }
+    }
+
+    /// Returns the ranks that divide the tokens of each sequence, if any.
+    pub(crate) fn ranks(&self) -> Option<&SequenceRanks> {
+        self.ranks.as_ref()
     }
 
     /// Makes the response tokens that do not train observations: [`Sequence::with_observations`].
@@ -249,6 +269,7 @@ impl TokenBatch {
                 Some(mask) => Some(mask.index_select(&rows, 0)?),
                 None => None,
             },
+            ranks: self.ranks.clone(),
         };
         Ok((batch, rows))
     }

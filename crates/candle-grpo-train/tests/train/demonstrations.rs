@@ -33,7 +33,7 @@ fn order() -> MixedOrder {
     MixedOrder::single(7, 5).unwrap()
 }
 
-fn demonstrations(share: f64) -> DemonstrationConfig {
+pub(crate) fn demonstrations(share: f64) -> DemonstrationConfig {
     DemonstrationConfig {
         batch_size: 4,
         coef: CoefSchedule::constant(share),
@@ -52,7 +52,7 @@ fn config(demonstrations: DemonstrationConfig) -> TrainConfig {
     config
 }
 
-fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
+pub(crate) fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
     TrainerParts {
         demonstrations: config.demonstrations.map(|_| (examples(), order())),
         ..common::parts(reward, config)

@@ -34,5 +34,6 @@ mod several_teachers;
 mod sft;
 #[cfg(feature = "statistics")]
 mod statistics;
+mod teams;
 mod trainer;
 mod trajectories;

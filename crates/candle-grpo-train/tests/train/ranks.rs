@@ -34,7 +34,7 @@ use crate::common::{
 };
 
 /// Five prompts with four completions each, in two mini-batches.
-fn config(recipe: Recipe) -> TrainConfig {
+pub(crate) fn config(recipe: Recipe) -> TrainConfig {
     let mut config = TrainConfig {
         recipe,
         prompts_per_step: 5,
@@ -51,9 +51,9 @@ fn config(recipe: Recipe) -> TrainConfig {
 
 /// The steps' metrics, and the bits of all weights.
 #[derive(Debug, Clone, PartialEq)]
-struct Run {
-    metrics: Vec<StepMetrics>,
-    weights: Vec<(String, Vec<f32>)>,
+pub(crate) struct Run {
+    pub(crate) metrics: Vec<StepMetrics>,
+    pub(crate) weights: Vec<(String, Vec<f32>)>,
 }
 
 /// The values of all weights. If ranks divide them, all ranks must call it together.
@@ -70,7 +70,7 @@ fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
     parameters.iter().map(flat).collect()
 }
 
-fn run(trainer: &mut Trainer, steps: usize) -> Run {
+pub(crate) fn run(trainer: &mut Trainer, steps: usize) -> Run {
     let metrics = common::run(trainer, steps);
     // Adapters are merged into whole weights.
     let _held = trainer.actor().hold_weights().unwrap();
@@ -85,7 +85,7 @@ fn close(a: f64, b: f64, tolerance: f64) -> bool {
     (a - b).abs() <= tolerance * (1. + b.abs())
 }
 
-fn assert_run_close(found: &Run, expected: &Run) {
+pub(crate) fn assert_run_close(found: &Run, expected: &Run) {
     assert_records_close(&found.metrics, &expected.metrics);
     for ((name, found), (_, expected)) in found.weights.iter().zip(&expected.weights) {
         for (found, expected) in found.iter().zip(expected) {
@@ -119,7 +119,7 @@ fn assert_equal_on_ranks(build: impl Fn() -> TrainerParts + Sync, steps: usize) 
     }
 }
 
-fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
+pub(crate) fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
     Recipe {
         policy_loss: PolicyLoss {
             surrogate: surrogate.into(),
@@ -129,7 +129,7 @@ fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
     }
 }
 
-fn advantage(name: &str) -> Recipe {
+pub(crate) fn advantage(name: &str) -> Recipe {
     let advantage: AdvantagePipeline = serde_json::from_str(name).unwrap();
     Recipe {
         advantage,
@@ -900,7 +900,7 @@ fn tokens_per_prompt_and_running_moments_are_those_of_all_ranks() {
     assert_equal_on_ranks(|| parts(digest, config(recipe.clone())), 4);
 }
 
-fn with_critic() -> TrainConfig {
+pub(crate) fn with_critic() -> TrainConfig {
     TrainConfig {
         critic: Some(CriticConfig {
             optimizer: candle_grpo_nn::AdamWConfig {

@@ -112,6 +112,7 @@ run_trainer!(
         "run_dir",
         "sampling.max_batch_size",
         "sampling.max_cache_mib",
+        "sequence_ranks",
         "sharding",
         "teacher.server.api_key_env",
         "teacher.server.base_url",

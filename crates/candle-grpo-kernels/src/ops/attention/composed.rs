@@ -30,41 +30,45 @@ pub(crate) fn unchecked(
 ) -> Result<Tensor> {
     match sequences {
         Sequences::Padded(mask) => padded(query, key, value, mask, sizes, scores),
-        Sequences::Packed(lengths) => packed(query, key, value, lengths, sizes, scores),
+        Sequences::Packed(lengths) => {
+            let ends: Vec<_> = lengths.iter().map(|&length| (length, length)).collect();
+            concatenated(query, key, value, &ends, sizes, scores)
+        }
+        Sequences::Continued(ends) => concatenated(query, key, value, ends, sizes, scores),
     }
 }
 
 /// Processes one sequence after another.
-fn packed(
+fn concatenated(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
-    lengths: &[usize],
+    ends: &[(usize, usize)],
     sizes: &Sizes,
     scores: &Scores,
 ) -> Result<Tensor> {
     let flat = |x: &Tensor| x.reshape(((), x.dim(D::Minus1)?));
     let (query_rows, key_rows, value_rows) = (flat(query)?, flat(key)?, flat(value)?);
-    let mut first = 0;
-    let mut mixed = Vec::with_capacity(lengths.len());
-    for &length in lengths {
-        let rows = |x: &Tensor| x.narrow(0, first, length);
-        let all = Tensor::ones((1, length), DType::U8, query.device())?;
+    let (mut first_query, mut first_key) = (0, 0);
+    let mut mixed = Vec::with_capacity(ends.len());
+    for &(new, total) in ends {
+        let all = Tensor::ones((1, total), DType::U8, query.device())?;
         let sizes = Sizes {
             batch: 1,
-            new: length,
-            total: length,
+            new,
+            total,
             ..*sizes
         };
         mixed.push(padded(
-            &rows(&query_rows)?,
-            &rows(&key_rows)?,
-            &rows(&value_rows)?,
+            &query_rows.narrow(0, first_query, new)?,
+            &key_rows.narrow(0, first_key, total)?,
+            &value_rows.narrow(0, first_key, total)?,
             &all,
             &sizes,
             scores,
         )?);
-        first += length;
+        first_query += new;
+        first_key += total;
     }
     Tensor::cat(&mixed, 0)?.reshape(query.shape())
 }

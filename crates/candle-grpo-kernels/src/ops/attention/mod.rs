@@ -36,7 +36,8 @@ use crate::{Scores, check, graph, path};
 /// - `key`, `value`: `[B, T, kv_heads * head_dim]` or `[B * T, kv_heads * head_dim]`, with the same
 ///   dtype. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
 /// - `sequences`: a mask `[B, T]` in any dtype, 0 at padding, or the lengths of packed sequences
-///   ([`Sequences::Packed`]). For packed sequences S = T, and the tensors are flat.
+///   ([`Sequences::Packed`]). For packed sequences S = T, and the tensors are flat. The queries of
+///   [`Sequences::Continued`] are the last positions of sequences that are concatenated as well.
 ///
 /// # Errors
 ///
@@ -134,6 +135,7 @@ impl CausalAttention {
             sequences: Arc::new(match sequences.into() {
                 Sequences::Padded(mask) => OwnedSequences::Padded(mask.clone()),
                 Sequences::Packed(lengths) => OwnedSequences::Packed(lengths.to_vec()),
+                Sequences::Continued(ends) => OwnedSequences::Continued(ends.to_vec()),
             }),
             head_dim,
             scores: scores.into(),
@@ -211,6 +213,7 @@ impl CausalAttention {
         match &*self.sequences {
             OwnedSequences::Padded(mask) => Sequences::Padded(mask),
             OwnedSequences::Packed(lengths) => Sequences::Packed(lengths),
+            OwnedSequences::Continued(ends) => Sequences::Continued(ends),
         }
     }
 
@@ -255,6 +258,7 @@ impl CausalAttention {
 enum OwnedSequences {
     Padded(Tensor),
     Packed(Vec<usize>),
+    Continued(Vec<(usize, usize)>),
 }
 
 /// Fails unless `y` and `log_sums` have the shapes and dtypes that a forward pass returns.
@@ -290,6 +294,9 @@ pub enum Sequences<'a> {
     Padded(&'a Tensor),
     /// Concatenated sequences, with their lengths, each at least 1.
     Packed(&'a [usize]),
+    /// The ends of concatenated sequences: for each, the number of queries, at least 1, and that of
+    /// keys. The queries are those of the last keys.
+    Continued(&'a [(usize, usize)]),
 }
 
 impl<'a> From<&'a Tensor> for Sequences<'a> {
@@ -343,6 +350,7 @@ impl Sizes {
         let (batch, new, total) = match sequences {
             Sequences::Padded(mask) => padded(mask, queries, keys)?,
             Sequences::Packed(lengths) => packed(lengths, queries, keys)?,
+            Sequences::Continued(ends) => continued(ends, queries, keys)?,
         };
         if value.dims() != key.dims() {
             bail!(
@@ -407,6 +415,36 @@ fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usiz
     Ok((lengths.len(), longest, longest))
 }
 
+/// Returns B, and the largest number of queries and of keys in `ends`.
+fn continued(
+    ends: &[(usize, usize)],
+    queries: usize,
+    keys: usize,
+) -> Result<(usize, usize, usize)> {
+    if let Some(index) = ends
+        .iter()
+        .position(|&(new, total)| new == 0 || new > total)
+    {
+        bail!(
+            "ends[{index}]: {:?}, must be at least one query, and at least as many keys",
+            ends[index]
+        );
+    }
+    let (new, total): (Vec<usize>, Vec<usize>) = ends.iter().copied().unzip();
+    for (name, positions, counts) in [("query", queries, &new), ("key", keys, &total)] {
+        let sum = counts
+            .iter()
+            .try_fold(0usize, |sum, &count| sum.checked_add(count));
+        if sum != Some(positions) {
+            bail!("{name}: {positions} positions, must be the sum of those in ends, {counts:?}");
+        }
+    }
+    match (new.iter().max(), total.iter().max()) {
+        (Some(&new), Some(&total)) => Ok((ends.len(), new, total)),
+        _ => bail!("ends: none, must be at least one"),
+    }
+}
+
 /// Attention on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
 /// `[B * T, kv_heads * head_dim]`.
 pub(crate) struct Attention {
@@ -453,7 +491,7 @@ impl Sequence {
 impl Table {
     fn new(sequences: Sequences, sizes: &Sizes, device: &Device) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        let is_packed = matches!(sequences, Sequences::Packed(_));
+        let is_packed = !matches!(sequences, Sequences::Padded(_));
         let (mask, sequences): (_, Arc<[_]>) = match sequences {
             Sequences::Padded(mask) => {
                 let sequence = |index| Sequence {
@@ -468,20 +506,9 @@ impl Table {
                 )
             }
             Sequences::Packed(lengths) => {
-                let mut first = 0;
-                let sequence = |&length: &usize| {
-                    let sequence = Sequence {
-                        first_query: first,
-                        new: length,
-                        first_key: first,
-                        total: length,
-                    };
-                    first += length;
-                    sequence
-                };
-                let sequences = lengths.iter().map(sequence).collect();
-                (Tensor::ones(first, DType::U8, device)?, sequences)
+                concatenated(lengths.iter().map(|&length| (length, length)), device)?
             }
+            Sequences::Continued(ends) => concatenated(ends.iter().copied(), device)?,
         };
         Ok(Self {
             #[cfg(feature = "cuda")]
@@ -500,6 +527,27 @@ impl Table {
     fn fits(&self, sizes: &Sizes, device: &Device) -> bool {
         self.new == sizes.new && self.mask.device().same_device(device)
     }
+}
+
+/// Returns the mask and the rows of concatenated sequences, from their numbers of queries and keys.
+fn concatenated(
+    counts: impl Iterator<Item = (usize, usize)>,
+    device: &Device,
+) -> Result<(Tensor, Arc<[Sequence]>)> {
+    let (mut first_query, mut first_key) = (0, 0);
+    let sequence = |(new, total)| {
+        let sequence = Sequence {
+            first_query,
+            new,
+            first_key,
+            total,
+        };
+        first_query += new;
+        first_key += total;
+        sequence
+    };
+    let sequences = counts.map(sequence).collect();
+    Ok((Tensor::ones(first_key, DType::U8, device)?, sequences))
 }
 
 impl Attention {

@@ -110,7 +110,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         let own = self.demonstrations.map_or(0, |found| {
             ranks.share(found.config.batch_size).len() * mini_batches
         });
-        let units = (ranks.share(completions).len() + own) * epochs;
+        let units = (ranks.shares(true).share(completions).len() + own) * epochs;
         self.passes.receiver.begin(Phase::Learn, units);
     }
 
