@@ -84,8 +84,7 @@ impl Prober {
         self.probe_all(None, progress)
     }
 
-    /// Transfers `weights`, which are in the directory `written`, to all servers, and compares
-    /// their log-probs.
+    /// Transfers `weights`, as `written`, to all servers, and compares their log-probs.
     pub(super) fn transfer(
         &self,
         weights: &PolicyWeights<'_>,
@@ -257,8 +256,12 @@ impl Transferred {
             version,
             format,
             path,
+            live,
             ..
         } = &*self.written;
+        if let Some(live) = live {
+            return check(&live.weights());
+        }
         let (parameters, adapters) = match (format, &self.base) {
             (WeightFormat::Adapter, Some(base)) => {
                 let adapters = Lora::load(path, &self.model, base.device())?;
@@ -279,7 +282,7 @@ impl Transferred {
 }
 
 /// Waits for a thread's message. If `progress` cancels, the thread is left alone.
-fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
+pub(super) fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
     loop {
         match receiver.recv_timeout(POLL) {
             Ok(message) => return Ok(message),
