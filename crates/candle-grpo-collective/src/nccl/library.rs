@@ -180,7 +180,7 @@ pub(super) struct Comm {
 }
 
 // SAFETY: NCCL allows calls from all threads. Calls that use the stream never overlap, because
-// `Nccl` holds a lock.
+// `Nccl` holds a lock, and a transfer group runs one operation at a time.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}

@@ -18,6 +18,8 @@ pub(super) struct LiveWeights {
     adapters: Option<Lora>,
     form: Option<CheckpointForm>,
     dtype: DType,
+    /// Held by the thread that computes with the weights, on a GPU: threads share its handles.
+    turn: Mutex<()>,
     uses: Mutex<Uses>,
     /// Notified after each reader.
     has_read: Condvar,
@@ -58,6 +60,7 @@ impl LiveWeights {
             adapters: weights.adapters.cloned(),
             form,
             dtype,
+            turn: Mutex::default(),
             uses: Mutex::default(),
             has_read: Condvar::new(),
         }
@@ -82,6 +85,13 @@ impl LiveWeights {
             parameters: &self.parameters,
             adapters: self.adapters.as_ref(),
         }
+    }
+
+    /// Waits until no other thread computes with the weights, if they are on a GPU. On the CPU,
+    /// threads compute at the same time, and a thread may take the work of another one meanwhile.
+    pub(super) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        let is_on_gpu = !self.parameters.device().is_cpu();
+        is_on_gpu.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns the dtype in which servers receive the weights.
@@ -119,6 +129,7 @@ impl LiveWeights {
         read: impl FnOnce(&[Tensor]) -> Result<()>,
     ) -> Result<()> {
         let _reader = Reader::begin(self)?;
+        let _turn = self.turn();
         let export = self.export();
         let tensors = listed.iter().map(|weight| {
             let tensor = export.tensor(&weight.parameter)?;
@@ -233,8 +244,9 @@ mod tests {
         let (begun, has_begun) = channel();
         let (end, ended) = channel();
         thread::scope(|scope| {
-            let reading = scope.spawn(|| {
-                live.read(&listed, |_| {
+            let (shared, listed) = (&live, &listed);
+            let reading = scope.spawn(move || {
+                shared.read(listed, |_| {
                     begun.send(()).unwrap();
                     ended.recv().unwrap();
                     Ok(())
@@ -246,7 +258,7 @@ mod tests {
             while live.uses().lenders > 0 {
                 thread::yield_now();
             }
-            assert!(live.read(&listed, |_| Ok(())).is_err());
+            assert!(live.read(listed, |_| Ok(())).is_err());
             assert!(!dropping.is_finished());
             end.send(()).unwrap();
             dropping.join().unwrap();

@@ -9,6 +9,7 @@ use candle_core::Device;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
 use super::draw::{Job, aborted, draw};
+use super::live_weights::LiveWeights;
 use super::probe::{self, Distribution};
 use super::protocol::{Drawn, End, Failure};
 use super::servers::{Lease, Servers};
@@ -211,6 +212,10 @@ impl Prober {
                 let probe = self.start_probe(index)?;
                 let failure = match receive(&probe.answers, progress)? {
                     Ok(answers) => {
+                        let transferred = self.transferred();
+                        let live = transferred.as_ref().and_then(|of| of.written.live.clone());
+                        drop(transferred);
+                        let _turn = live.as_deref().and_then(LiveWeights::turn);
                         self.finish_probe(&probe, &answers, weights)?;
                         continue;
                     }
@@ -260,6 +265,7 @@ impl Transferred {
             ..
         } = &*self.written;
         if let Some(live) = live {
+            let _turn = live.turn();
             return check(&live.weights());
         }
         let (parameters, adapters) = match (format, &self.base) {

@@ -92,7 +92,7 @@ fn open(server: &Server, transfer: &Transfer) -> Result<Box<dyn TransferGroup>, 
     })
 }
 
-/// How a server is started that receives weights over NCCL.
+/// The requirements of a server that receives weights over NCCL.
 const START: &str = "vLLM 0.30 or newer, started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\":\"nccl\"}'";
 
 /// Returns the number of the server's processes that have weights.
