@@ -233,7 +233,7 @@ mod tests {
         read().unwrap();
         drop(second);
         let error = read().unwrap_err().to_string();
-        assert_eq!(error, "the policy trains, and has other weights");
+        assert!(error.starts_with("the policy trains"), "{error}");
     }
 
     #[test]
