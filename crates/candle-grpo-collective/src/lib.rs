@@ -26,6 +26,9 @@
 //! | `Nccl` | `nccl` | processes started by any launcher, with an NVIDIA GPU each |
 //!
 //! You can also implement [`Collective`] outside this crate.
+//!
+//! [`TransferTransport`] sends bytes to the processes of another program, which are not ranks in
+//! this job: `NcclTransfer`, with the feature `nccl`, sends weights to vLLM's workers.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
@@ -43,6 +46,7 @@ pub mod launch;
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
+mod transfer;
 
 pub use alone::Alone;
 pub use collective::Collective;
@@ -50,4 +54,5 @@ pub use connect::connect;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "nccl")]
-pub use nccl::Nccl;
+pub use nccl::{Nccl, NcclTransfer};
+pub use transfer::{GroupId, TransferGroup, TransferTransport, Waiting};

@@ -4,6 +4,8 @@
 //! GPUs.
 
 mod common;
+#[path = "common/transfer.rs"]
+mod transfer;
 
 use std::process::{Command, ExitCode};
 
@@ -36,6 +38,8 @@ fn main() -> ExitCode {
             trials.push(Trial::test("ranks_of_two_jobs_are_an_error", two_jobs));
         }
         if is_emulated() {
+            // Each of the processes needs a GPU.
+            trials.extend(transfer::trials());
             trials.push(Trial::test(
                 "a_missing_library_is_an_error",
                 missing_library,
@@ -163,6 +167,9 @@ fn missing_library() -> Outcome {
 
 /// One rank's work.
 fn rank(part: &str) -> Result<()> {
+    if let Some(done) = transfer::process(part) {
+        return done;
+    }
     let device = cuda().map_err(candle_core::Error::msg)?;
     if part != "cases" {
         return end_early(part, &*connect(device)?, device);

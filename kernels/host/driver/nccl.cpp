@@ -2,8 +2,9 @@
 // of the ranks.
 //
 // As in NCCL, an operation waits without a limit for the other ranks, and a group starts its
-// operations when it ends. Unlike in NCCL, several ranks may have the same device, and ranks that
-// call different operations get an error.
+// operations when it ends. A communicator that does not block connects on a thread of its own. Unlike
+// in NCCL, its operations do block, several ranks may have the same device, and ranks that call
+// different operations get an error.
 
 #include <fcntl.h>
 #include <stdint.h>
@@ -15,6 +16,7 @@
 #include <atomic>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,7 +26,7 @@
 namespace {
 
 // ncclResult_t
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
+enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 // ncclDataType_t
 enum { UINT8 = 1, FLOAT32 = 7, FLOAT64 = 8, BFLOAT16 = 9 };
 
@@ -75,6 +77,13 @@ struct Comm {
 
 struct UniqueId {
     char name[128];
+};
+
+// The first fields of ncclConfig_t.
+struct Config {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
 };
 
 enum Operation { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST };
@@ -173,8 +182,14 @@ int ncclGetUniqueId(UniqueId* id) {
     return SUCCESS;
 }
 
-int ncclCommInitRank(Comm** comm, int ranks, UniqueId id, int rank) {
+int ncclGetVersion(int* version) {
+    *version = 21400;
+    return SUCCESS;
+}
+
+int ncclCommInitRankConfig(Comm** comm, int ranks, UniqueId id, int rank, const Config* config) {
     if (ranks < 1 || ranks > most_ranks || rank < 0 || rank >= ranks) return INVALID_ARGUMENT;
+    if (config != nullptr && (config->size < sizeof(Config) || config->magic != 0xcafebeef)) return INVALID_ARGUMENT;
     const size_t bytes = sizeof(Shared) + (size_t)ranks * slot_bytes;
     const int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, (off_t)bytes) != 0) return SYSTEM_ERROR;
@@ -182,9 +197,22 @@ int ncclCommInitRank(Comm** comm, int ranks, UniqueId id, int rank) {
     close(file);
     if (memory == MAP_FAILED) return SYSTEM_ERROR;
     *comm = new Comm{(Shared*)memory, rank, ranks};
-    (*comm)->barrier();
-    if (rank == 0) shm_unlink(id.name);
-    return SUCCESS;
+    const auto connect = [comm = *comm, id] {
+        comm->barrier();
+        if (comm->rank == 0) shm_unlink(id.name);
+        comm->error = SUCCESS;
+    };
+    if (config == nullptr || config->blocking != 0) {
+        connect();
+        return SUCCESS;
+    }
+    (*comm)->error = IN_PROGRESS;
+    // An aborted communicator stays in memory, so it outlives this thread.
+    std::thread(connect).detach();
+    return IN_PROGRESS;
+}
+int ncclCommInitRank(Comm** comm, int ranks, UniqueId id, int rank) {
+    return ncclCommInitRankConfig(comm, ranks, id, rank, nullptr);
 }
 // The operations have run, because the caller has waited for the stream.
 int ncclCommDestroy(Comm* comm) {

@@ -5,20 +5,36 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Error, Result, bail};
 
+use crate::transfer::Waiting;
+
 /// A job's identifier, made by rank 0.
-pub(super) type UniqueId = [u8; 128];
+pub(super) type UniqueId = crate::transfer::GroupId;
 
 /// `ncclUniqueId`, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawId(UniqueId);
+
+/// The first fields of `ncclConfig_t`, those of NCCL 2.14. A later library sets the others to their
+/// defaults.
+#[repr(C)]
+struct RawConfig {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    /// A field of later versions, undefined: `c_int::MIN`.
+    undefined: c_int,
+}
 
 type RawComm = *mut c_void;
 type RawStream = *mut c_void;
@@ -58,7 +74,9 @@ macro_rules! library {
 
 library! {
     get_unique_id = "ncclGetUniqueId"(*mut RawId);
+    get_version = "ncclGetVersion"(*mut c_int);
     init_rank = "ncclCommInitRank"(*mut RawComm, c_int, RawId, c_int);
+    init_rank_config = "ncclCommInitRankConfig"(*mut RawComm, c_int, RawId, c_int, *mut RawConfig);
     destroy = "ncclCommDestroy"(RawComm);
     abort = "ncclCommAbort"(RawComm);
     async_error = "ncclCommGetAsyncError"(RawComm, *mut c_int);
@@ -98,6 +116,21 @@ impl Library {
             (self.get_unique_id)(&mut id)
         })?;
         Ok(id.0)
+    }
+
+    /// Returns the library's version: `2.27.3`.
+    pub(super) fn version(&self) -> String {
+        let mut version = 0;
+        // SAFETY: the function writes one number.
+        if unsafe { (self.get_version)(&mut version) } != 0 {
+            return "of an unknown version".to_owned();
+        }
+        format!(
+            "{}.{}.{}",
+            version / 10_000,
+            version / 100 % 100,
+            version % 100
+        )
     }
 
     fn check(&self, name: &str, comm: RawComm, result: c_int) -> Result<()> {
@@ -142,10 +175,12 @@ pub(super) struct Comm {
     raw: RawComm,
     rank: usize,
     world_size: usize,
+    /// After an abort, no call may use the communicator.
+    is_aborted: Mutex<bool>,
 }
 
 // SAFETY: NCCL allows calls from all threads. Calls that use the stream never overlap, because
-// `Nccl` holds a lock.
+// `Nccl` holds a lock, and a transfer group runs one operation at a time.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -169,7 +204,62 @@ impl Comm {
             raw,
             rank,
             world_size,
+            is_aborted: Mutex::new(false),
         })
+    }
+
+    /// Does the same as [`Self::connect`], but gives up once `waiting` fails, which is called after
+    /// each `interval`. Later operations may still be [in progress](Self::is_in_progress) when
+    /// [`Self::enqueue`] returns.
+    pub(super) fn connect_while(
+        library: &'static Library,
+        id: UniqueId,
+        rank: usize,
+        world_size: usize,
+        interval: Duration,
+        waiting: &mut Waiting<'_>,
+    ) -> Result<Self> {
+        let number = |number: usize| c_int::try_from(number).map_err(Error::wrap);
+        let mut config = RawConfig {
+            size: size_of::<RawConfig>(),
+            magic: 0xcafe_beef,
+            version: 21_400,
+            blocking: 0,
+            undefined: c_int::MIN,
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: the function writes the pointer, and reads the configuration, whose size is in
+        // it.
+        let result = unsafe {
+            (library.init_rank_config)(
+                &mut raw,
+                number(world_size)?,
+                RawId(id),
+                number(rank)?,
+                &mut config,
+            )
+        };
+        library.check("ncclCommInitRankConfig", ptr::null_mut(), result)?;
+        let comm = Self {
+            library,
+            raw,
+            rank,
+            world_size,
+            is_aborted: Mutex::new(false),
+        };
+        loop {
+            match comm.is_in_progress() {
+                Ok(false) => return Ok(comm),
+                Ok(true) => {
+                    thread::sleep(interval);
+                    waiting().inspect_err(|_| comm.abort())?;
+                }
+                Err(error) => {
+                    comm.abort();
+                    return Err(error);
+                }
+            }
+        }
     }
 
     /// Enqueues an operation on several tensors.
@@ -244,25 +334,50 @@ impl Comm {
 
     /// Fails if an operation has failed after it was enqueued.
     pub(super) fn async_error(&self) -> Result<()> {
+        self.is_in_progress().map(drop)
+    }
+
+    /// Returns whether NCCL still connects, or still enqueues an operation.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an operation has failed after it was enqueued, or if the communicator is aborted.
+    pub(super) fn is_in_progress(&self) -> Result<bool> {
+        let is_aborted = self.is_aborted();
+        if *is_aborted {
+            bail!("NCCL: the communicator is aborted");
+        }
         let mut error = 0;
         // SAFETY: the communicator is open, and the function writes one number.
         let result = unsafe { (self.library.async_error)(self.raw, &mut error) };
         self.library
             .check("ncclCommGetAsyncError", self.raw, result)?;
-        self.library.check("an operation", self.raw, error)
+        self.library.check("an operation", self.raw, error)?;
+        Ok(error == IN_PROGRESS)
     }
 
-    /// Ends the operations that wait for other ranks. No other call may follow.
+    /// Ends the operations that wait for other ranks, and the communicator. No operation may
+    /// follow.
     pub(super) fn abort(&self) {
-        // SAFETY: the communicator is open. The process ends next.
-        let _ = unsafe { (self.library.abort)(self.raw) };
+        let mut is_aborted = self.is_aborted();
+        if !*is_aborted {
+            *is_aborted = true;
+            // SAFETY: the communicator is open.
+            let _ = unsafe { (self.library.abort)(self.raw) };
+        }
+    }
+
+    fn is_aborted(&self) -> MutexGuard<'_, bool> {
+        self.is_aborted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
         // After a panic, other ranks may wait for operations that never come.
-        if !std::thread::panicking() {
+        if !thread::panicking() && !*self.is_aborted() {
             // SAFETY: nothing else has the communicator.
             let _ = unsafe { (self.library.destroy)(self.raw) };
         }

@@ -2,6 +2,7 @@
 
 mod library;
 mod rendezvous;
+mod transfer;
 mod watchdog;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +17,7 @@ use crate::copies::with_copies;
 use crate::launch::{self, Environment};
 use crate::{Collective, arguments};
 use library::{Comm, Library, Memory, Operation, UniqueId};
+pub use transfer::NcclTransfer;
 use watchdog::Watchdog;
 
 /// Ranks in a job, each with its own GPU, that communicate with NVIDIA's NCCL.
@@ -122,7 +124,7 @@ impl Nccl {
         self.stream.join(&self.compute).map_err(Error::wrap)?;
         let memory: Vec<Memory> = tensors
             .iter()
-            .map(|tensor| self.memory(tensor))
+            .map(|tensor| memory(tensor, &self.stream))
             .collect::<Result<_>>()?;
         started.extend(tensors.iter().map(|tensor| tensor.detach()));
         // SAFETY: the memory belongs to tensors on this device, which `started` keeps until the
@@ -135,39 +137,6 @@ impl Nccl {
         self.watchdog
             .operation(self.stream.record_event(flags).map_err(Error::wrap)?);
         Ok(())
-    }
-
-    /// A contiguous tensor's memory on this device.
-    fn memory(&self, tensor: &Tensor) -> Result<Memory> {
-        let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else {
-            bail!(
-                "a tensor is on {:?}, must be on the GPU",
-                tensor.device().location()
-            );
-        };
-        let stream = &self.stream;
-        let start = match &storage.slice {
-            CudaStorageSlice::U8(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::U32(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::I16(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::I32(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::I64(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::BF16(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::F16(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::F32(values) => values.device_ptr(stream).0,
-            CudaStorageSlice::F64(values) => values.device_ptr(stream).0,
-            _ => bail!(
-                "a tensor is {:?}, must be an integer or a float of 16 to 64 bits",
-                tensor.dtype()
-            ),
-        };
-        let dtype = tensor.dtype();
-        Ok(Memory {
-            address: start + (layout.start_offset() * dtype.size_in_bytes()) as u64,
-            elements: tensor.elem_count(),
-            dtype,
-        })
     }
 
     /// Checks that each tensor is on the CPU or on the ranks' device.
@@ -196,6 +165,38 @@ impl Nccl {
     fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
         self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A contiguous tensor's memory on the GPU, for operations on `stream`.
+fn memory(tensor: &Tensor, stream: &CudaStream) -> Result<Memory> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        bail!(
+            "a tensor is on {:?}, must be on the GPU",
+            tensor.device().location()
+        );
+    };
+    let start = match &storage.slice {
+        CudaStorageSlice::U8(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::U32(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::I16(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::I32(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::I64(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::BF16(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::F16(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::F32(values) => values.device_ptr(stream).0,
+        CudaStorageSlice::F64(values) => values.device_ptr(stream).0,
+        _ => bail!(
+            "a tensor is {:?}, must be an integer or a float of 16 to 64 bits",
+            tensor.dtype()
+        ),
+    };
+    let dtype = tensor.dtype();
+    Ok(Memory {
+        address: start + (layout.start_offset() * dtype.size_in_bytes()) as u64,
+        elements: tensor.elem_count(),
+        dtype,
+    })
 }
 
 impl Collective for Nccl {

@@ -157,7 +157,9 @@ fn matches(target: &str, module: &str) -> bool {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
+///
+/// A clone shares the variables.
+#[derive(Debug, Clone)]
 pub struct Lora {
     config: LoraConfig,
     parameters: Parameters,

@@ -149,8 +149,8 @@ impl CheckpointForm {
         Ok(())
     }
 
-    /// The checkpoint's name for the parameter `name`.
-    fn name(&self, name: &str) -> String {
+    /// Returns the checkpoint's name for the parameter `name`.
+    pub fn name(&self, name: &str) -> String {
         match (self.prefix, name.strip_prefix("model.")) {
             (Some(prefix), Some(rest)) => format!("{prefix}{rest}"),
             _ => name.to_owned(),

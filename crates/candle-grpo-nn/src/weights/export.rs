@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::rc::Rc;
 
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, Var, bail};
 
 use crate::config::architecture::{EMBEDDING, OUTPUT};
 use crate::weights::base_weights::{numbers, shape};
@@ -135,6 +135,15 @@ impl<'a> Export<'a> {
         self.parameters.iter().map(|(name, _)| name).chain(copy)
     }
 
+    /// Returns the shape of the tensor `name`.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such tensor.
+    pub fn shape(&self, name: &str) -> Result<Shape> {
+        shape(self.parameter(name)?)
+    }
+
     /// Computes the tensor `name` on the parameters' device.
     ///
     /// # Errors
@@ -148,10 +157,8 @@ impl<'a> Export<'a> {
 
     /// The tensor `name`, not necessarily in [`Self::dtype`].
     fn unconverted(&self, name: &str) -> Result<Tensor> {
+        let weight = self.parameter(name)?;
         let name = self.source(name);
-        let Some(weight) = self.parameters.get(name) else {
-            bail!("parameters: no {name}, must have it");
-        };
         let is_gathered = self.has_masters || self.parameters.asks();
         if !is_gathered {
             self.parameters.ensure_held(name)?;
@@ -172,6 +179,15 @@ impl<'a> Export<'a> {
     }
 
     /// The parameter from which the tensor `name` is computed.
+    fn parameter(&self, name: &str) -> Result<&'a Var> {
+        let name = self.source(name);
+        let Some(weight) = self.parameters.get(name) else {
+            bail!("parameters: no {name}, must have it");
+        };
+        Ok(weight)
+    }
+
+    /// The name of the parameter from which the tensor `name` is computed.
     fn source<'n>(&self, name: &'n str) -> &'n str {
         if name == OUTPUT && self.has_output_copy {
             EMBEDDING
@@ -194,10 +210,7 @@ impl<'a> Export<'a> {
         named: impl Fn(&str) -> String,
     ) -> Result<Vec<LazyTensor<'a>>> {
         let lazy = |name: &'a str| {
-            let Some(weight) = self.parameters.get(self.source(name)) else {
-                bail!("parameters: no {EMBEDDING}, must have it");
-            };
-            let kind = (self.dtype, shape(weight)?.into_dims());
+            let kind = (self.dtype, self.shape(name)?.into_dims());
             let weights = self.clone();
             let tensor = move || weights.unconverted(name);
             Ok(LazyTensor::computed(named(name), kind, tensor))

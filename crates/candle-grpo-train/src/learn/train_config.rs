@@ -403,7 +403,7 @@ impl TrainConfig {
             !self.rollout.check_weights || !keeps_adapters,
             "rollout.check_weights",
             true,
-            "be false with adapters, unless rollout.weight_sync is disk",
+            "be false with adapters, unless rollout.weight_sync is disk or nccl",
         )?;
         check::check(
             !self.rollout.partial || self.recipe.policy_loss.rollout_correction.is_some(),

@@ -17,13 +17,15 @@ use candle_grpo_nn::ComputeDType;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WeightSync {
-    /// `adapter` if adapters train, `disk` otherwise.
+    /// `adapter` if adapters train. Otherwise `nccl` where it works, and `disk` elsewhere.
     #[default]
     Auto,
     /// The adapters as a PEFT directory.
     Adapter,
     /// All weights as a Hugging Face directory, with adapters merged.
     Disk,
+    /// All weights over NCCL, with adapters merged.
+    Nccl,
     /// Never: the engine is a fixed policy.
     None,
 }
@@ -85,8 +87,10 @@ pub struct RolloutConfig {
     /// Maximum concurrent requests, over all servers. A request is one completion.
     pub max_inflight: usize,
     /// Weight transfer to the engine: `adapter` (a PEFT directory), `disk` (a
-    /// Hugging Face directory), `none` (never: the engine is a fixed policy), or `auto`
-    /// (`adapter` if adapters train, `disk` otherwise).
+    /// Hugging Face directory), `nccl` (from GPU to GPU, with adapters merged), `none` (never: the
+    /// engine is a fixed policy), or `auto` (`adapter` if adapters train; otherwise `nccl` if the
+    /// policy is on a GPU, grpo has the feature `nccl` and vLLM was started for it; otherwise
+    /// `disk`).
     pub weight_sync: WeightSync,
     /// Directory for the weights, which the servers must see under the same path. Absent:
     /// `weights` in the run directory.
@@ -202,7 +206,10 @@ impl RolloutConfig {
             let must = format!("be false with engine {engine}, which names no checksums");
             check(self.engine == Engine::Vllm, "check_weights", true, &must)?;
             let must = format!("be false with weight_sync {sync}");
-            let whole = matches!(self.weight_sync, WeightSync::Auto | WeightSync::Disk);
+            let whole = matches!(
+                self.weight_sync,
+                WeightSync::Auto | WeightSync::Disk | WeightSync::Nccl
+            );
             check(whole, "check_weights", true, &must)?;
         }
         if self.engine.is_local() {
@@ -231,6 +238,10 @@ impl RolloutConfig {
             check(!repeated, &field, &value, "be given once")?;
             let must = "be the root of the server, without /v1";
             check(!root(url).ends_with("/v1"), &field, &value, must)?;
+        }
+        if self.weight_sync == WeightSync::Nccl && self.engine.loads_weights() {
+            let must = format!("be auto, adapter or disk with engine {engine}: only vllm joins");
+            check(self.engine == Engine::Vllm, "weight_sync", "nccl", &must)?;
         }
         if !self.engine.loads_weights() {
             let takes = matches!(self.weight_sync, WeightSync::Auto | WeightSync::None);
@@ -320,6 +331,18 @@ impl RolloutConfig {
         Ok(())
     }
 
+    /// Checks that the policy can send its weights from a GPU or, with `on_gpu` false, from the
+    /// CPU.
+    ///
+    /// # Errors
+    ///
+    /// Fails if [`Self::weight_sync`] is [`WeightSync::Nccl`] on the CPU.
+    pub fn validate_weight_sync(&self, on_gpu: bool) -> Result<()> {
+        let must = "be auto, adapter or disk with a policy on the CPU";
+        let can = on_gpu || self.weight_sync != WeightSync::Nccl;
+        Ok(check(can, "weight_sync", Name(&self.weight_sync), must)?)
+    }
+
     /// Checks that the policy in this process can sample ahead, for training on a GPU or, with
     /// `on_gpu` false, on the CPU.
     ///
@@ -390,6 +413,10 @@ mod tests {
             (
                 error(|c| (c.weight_sync, c.check_weights) = (WeightSync::Adapter, true)),
                 "check_weights: true, must be false with weight_sync adapter",
+            ),
+            (
+                error(|c| (c.engine, c.weight_sync) = (Engine::Sglang, WeightSync::Nccl)),
+                "weight_sync: nccl, must be auto, adapter or disk with engine sglang: only vllm joins",
             ),
             (
                 error(|c| c.engine = Engine::Local),

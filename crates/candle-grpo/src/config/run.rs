@@ -648,18 +648,20 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks that the policy in this process, if it samples, can do so during training: on a GPU,
-    /// or on the CPU if `on_gpu` is false.
+    /// Checks that the policy in this process can sample during training, or send its weights to
+    /// servers: on a GPU, or on the CPU if `on_gpu` is false.
     ///
     /// # Errors
     ///
-    /// Returns an error with the key's line if `rollout.max_staleness` is above 0 on a GPU.
+    /// Returns an error with the key's line if `rollout.max_staleness` is above 0 with a local
+    /// engine on a GPU, or if `rollout.weight_sync` is `nccl` on the CPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
-        if !rollout.engine.is_local() {
-            return Ok(());
-        }
-        let checked = rollout.validate_local(on_gpu);
+        let checked = if rollout.engine.is_local() {
+            rollout.validate_local(on_gpu)
+        } else {
+            rollout.validate_weight_sync(on_gpu)
+        };
         self.document.locate(within(ROLLOUT, checked))
     }
 

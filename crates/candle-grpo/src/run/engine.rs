@@ -4,6 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
+#[cfg(feature = "engines")]
+use candle_core::Device;
+#[cfg(feature = "engines")]
+use candle_grpo_collective::TransferTransport;
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig, TrainConfig};
 
 /// Creates a generator for the servers in `train.rollout`. It samples completions from the policy
@@ -14,7 +18,8 @@ use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig, TrainConf
 ///
 /// # Errors
 ///
-/// As in `ServerGenerator::new`, or if this program was built without the feature `engines`.
+/// As in `ServerGenerator::new`, if this program was built without the feature `engines`, or if
+/// `rollout.weight_sync` is `nccl` and weights cannot go over NCCL.
 pub fn engine(
     train: &TrainConfig,
     sampling: &SamplingConfig,
@@ -29,6 +34,7 @@ pub fn engine(
     }
     #[cfg(feature = "engines")]
     {
+        use candle_grpo_train::rollout::Engine;
         use candle_grpo_train::rollout::engine::ServerGenerator;
 
         let vocab_size = pretrained.model.vocab_size;
@@ -37,7 +43,10 @@ pub fn engine(
         let generator = generator.with_weight_dtype(train.compute_dtype);
         let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
         let prompts: Vec<Vec<u32>> = prompts.collect();
-        let generator = generator.with_probe_prompts(&prompts);
+        let mut generator = generator.with_probe_prompts(&prompts);
+        if config.engine == Engine::Vllm {
+            generator = generator.with_transport(transport(pretrained.parameters.device()))?;
+        }
         Ok(Some(if log_probs {
             Arc::new(generator)
         } else {
@@ -51,5 +60,21 @@ pub fn engine(
             "rollout.engine: {}, must be local: this program was built without the feature engines",
             candle_grpo_core::validate::Name(&config.engine)
         )
+    }
+}
+
+/// Creates the transport from the policy's `device` to the processes of servers.
+#[cfg(feature = "engines")]
+fn transport(device: &Device) -> candle_core::Result<Arc<dyn TransferTransport>> {
+    if !device.is_cuda() {
+        candle_core::bail!("the policy is not on an NVIDIA GPU");
+    }
+    #[cfg(feature = "nccl")]
+    {
+        Ok(Arc::new(candle_grpo_collective::NcclTransfer::new(device)?))
+    }
+    #[cfg(not(feature = "nccl"))]
+    {
+        candle_core::bail!("this program was built without the feature nccl")
     }
 }

@@ -164,3 +164,22 @@ fn check_refuses_a_local_policy_that_draws_ahead_on_a_gpu() {
     let error = config.check_device(true).unwrap_err().to_string();
     assert!(error.contains(must), "{error}");
 }
+
+/// A build with the feature `cuda` trains on a GPU.
+#[test]
+fn check_refuses_weights_over_nccl_from_the_cpu() {
+    let rollout = json!({"engine": "vllm", "base_url": "http://a", "weight_sync": "nccl"});
+    let config = with_rollout(&rollout);
+    let folder = folder(&config);
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let must = "rollout.weight_sync: nccl, must be auto, adapter or disk with a policy on the CPU";
+    let refused = !candle_grpo::train::cuda_is_enabled();
+    assert_eq!(output.status.success(), !refused, "{}", said(&output));
+    assert_eq!(said(&output).contains(must), refused, "{}", said(&output));
+
+    let config = Document::from_yaml(Path::new("run.yaml"), &config).unwrap();
+    let config = RunConfig::new(&config).unwrap();
+    config.check_device(true).unwrap();
+    let error = config.check_device(false).unwrap_err().to_string();
+    assert!(error.contains(must), "{error}");
+}

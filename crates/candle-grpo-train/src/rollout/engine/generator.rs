@@ -2,15 +2,18 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::validate::check;
 use candle_grpo_nn::{CheckpointForm, ComputeDType};
 
 use super::draw::{Job, aborted, draw};
+use super::live_weights::{Lent, LiveWeights};
 use super::probe::{self, Distribution};
-use super::prober::Prober;
+use super::prober::{self, Prober};
 use super::protocol::{Drawn, End, Protocol};
 use super::servers::{Lease, Servers};
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
@@ -20,6 +23,7 @@ use crate::rollout::{
 };
 use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 use candle_grpo_base::workers::Workers;
+use candle_grpo_collective::TransferTransport;
 use candle_grpo_hub::http::api_key;
 
 /// Samples completions from vLLM or SGLang servers, or from servers with OpenAI's API.
@@ -52,12 +56,23 @@ pub struct ServerGenerator {
     vocab_size: usize,
     form: Option<CheckpointForm>,
     weight_dtype: ComputeDType,
+    /// An error says why servers cannot receive weights from memory. `None` if it was not set.
+    transport: Option<Result<(), String>>,
+    /// The limit for messages with weights from memory, in bytes.
+    message: usize,
+    /// True if whole weights come from memory with [`WeightSync::Auto`], once that is known.
+    auto: OnceLock<bool>,
+    /// The last weights from memory.
+    live: Mutex<Option<Arc<LiveWeights>>>,
     prober: Prober,
     max_inflight: usize,
     max_retries: usize,
     /// False if the completions need no log-probs.
     log_probs: bool,
 }
+
+/// The default of [`ServerGenerator::with_message_bytes`].
+const MESSAGE: usize = 256 << 20;
 
 /// A completion, or the beginning of one.
 struct Answer {
@@ -129,6 +144,10 @@ impl ServerGenerator {
             vocab_size,
             form: None,
             weight_dtype: ComputeDType::F32,
+            transport: None,
+            message: MESSAGE,
+            auto: OnceLock::new(),
+            live: Mutex::new(None),
             prober: Prober::new(&servers, config, sampling, vocab_size),
             servers,
             max_inflight: config.max_inflight,
@@ -161,6 +180,40 @@ impl ServerGenerator {
         self
     }
 
+    /// Sets the transport over which servers can receive whole weights from memory, or the error
+    /// that explains why there is none. vLLM supports it.
+    ///
+    /// With [`WeightSync::Auto`], weights then go through a directory only if there is no
+    /// transport, or if a server does not join it at the first transfer. The reason is logged.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`WeightSync::Nccl`] if there is no transport.
+    pub fn with_transport(
+        mut self,
+        transport: candle_core::Result<Arc<dyn TransferTransport>>,
+    ) -> Result<Self> {
+        let set = transport.map_err(|error| error.to_string());
+        if let Ok(transport) = &set {
+            self.servers.set_transport(transport, self.message);
+        }
+        let set = set.map(drop);
+        if self.weight_sync == WeightSync::Nccl {
+            require_transport(Some(&set))?;
+        }
+        self.transport = Some(set);
+        Ok(self)
+    }
+
+    /// Sets the size in bytes from which a message with weights is sent, by default 256 MiB. This
+    /// process needs as much memory on its device for each server, and a server twice as much. Call
+    /// it before [`Self::with_transport`].
+    #[must_use]
+    pub fn with_message_bytes(mut self, bytes: usize) -> Self {
+        self.message = bytes;
+        self
+    }
+
     /// Samples completions whose log-probs are not read, as in an evaluation. They are 0.
     ///
     /// llama.cpp does not report log-probs for some tokens. If log-probs are needed, these tokens
@@ -172,12 +225,64 @@ impl ServerGenerator {
     }
 
     /// Returns the form in which the engine receives `weights`, if it does.
-    fn format(&self, weights: &PolicyWeights<'_>) -> Option<WeightFormat> {
-        match (self.weight_sync, weights.adapters) {
+    fn format(
+        &self,
+        weights: &PolicyWeights<'_>,
+        progress: &dyn Progress,
+    ) -> Result<Option<WeightFormat>> {
+        Ok(match (self.weight_sync, weights.adapters) {
             (WeightSync::None, _) => None,
             (WeightSync::Adapter, _) | (WeightSync::Auto, Some(_)) => Some(WeightFormat::Adapter),
-            (WeightSync::Disk, _) | (WeightSync::Auto, None) => Some(WeightFormat::Disk),
+            (WeightSync::Disk, _) => Some(WeightFormat::Disk),
+            (WeightSync::Nccl, _) => {
+                require_transport(self.transport.as_ref())?;
+                Some(WeightFormat::Memory)
+            }
+            (WeightSync::Auto, None) if self.can_use_memory(progress)? => {
+                Some(WeightFormat::Memory)
+            }
+            (WeightSync::Auto, None) => Some(WeightFormat::Disk),
+        })
+    }
+
+    /// Returns whether all servers that are up can receive weights from memory. The first call
+    /// connects to them, and logs the reason if one cannot.
+    fn can_use_memory(&self, progress: &dyn Progress) -> Result<bool> {
+        if let Some(can) = self.auto.get() {
+            return Ok(*can);
         }
+        let joined = match &self.transport {
+            None => return Ok(false),
+            Some(Err(reason)) => Err(reason.clone()),
+            Some(Ok(())) => {
+                self.servers.wait(progress)?.ok_or(Interrupted)?;
+                let (sender, joined) = channel();
+                let servers = Arc::clone(&self.servers);
+                thread::Builder::new()
+                    .name("engine".to_owned())
+                    .spawn(move || sender.send(servers.join()))
+                    .context("starting a thread")?;
+                prober::receive(&joined, progress)?
+            }
+        };
+        if let Err(reason) = &joined {
+            tracing::info!(
+                "rollout.weight_sync: the servers read weights from {}, not over NCCL: {reason}",
+                self.folder.display()
+            );
+        }
+        Ok(*self.auto.get_or_init(|| joined.is_ok()))
+    }
+
+    /// Returns the last weights from memory.
+    fn live(&self) -> MutexGuard<'_, Option<Arc<LiveWeights>>> {
+        // No code panics while it holds the lock.
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lends the last weights from memory to the threads that send them, during a call.
+    fn lend(&self) -> Option<Lent> {
+        self.live().as_ref().map(LiveWeights::lend)
     }
 
     /// Ends all requests, and returns the completions and beginnings that the servers answer.
@@ -232,6 +337,8 @@ impl Generator for ServerGenerator {
         if let Some(partial) = &batch.partial {
             partial.validate(batch.prompts, self.vocab_size)?;
         }
+        // The policy does not train meanwhile, so a server that has lost its weights can get them.
+        let _lent = self.lend();
         let jobs = jobs(batch);
         let total = jobs.len();
         let shared = Batch {
@@ -280,10 +387,18 @@ impl Generator for ServerGenerator {
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
-        let Some(format) = self.format(weights) else {
+        let Some(format) = self.format(weights, progress)? else {
             return self.prober.probe_fixed(progress);
         };
-        let written = self.write(weights, format)?;
+        let written = if format == WeightFormat::Memory {
+            let (form, dtype) = (self.form.clone(), self.weight_dtype.into());
+            let live = Arc::new(LiveWeights::new(weights, form, dtype));
+            *self.live() = Some(Arc::clone(&live));
+            EngineWeights::in_memory(weights.version, live)
+        } else {
+            self.write(weights, format)?
+        };
+        let _lent = self.lend();
         self.prober.transfer(weights, written, progress)?;
         match self.written().as_mut() {
             // A server that hangs may be reading an older version.
@@ -295,6 +410,17 @@ impl Generator for ServerGenerator {
     fn serves_all_ranks(&self) -> bool {
         true
     }
+}
+
+/// Checks that servers may receive weights from memory.
+fn require_transport(transport: Option<&Result<(), String>>) -> Result<()> {
+    let reason = match transport {
+        Some(Ok(())) => return Ok(()),
+        Some(Err(reason)) => reason,
+        None => "this program sets no transport",
+    };
+    let must = format!("be auto, adapter or disk: {reason}");
+    Ok(check(false, "rollout.weight_sync", "nccl", &must)?)
 }
 
 /// Ends a completion at its first stop token or stop string, which some servers ignore, and sets

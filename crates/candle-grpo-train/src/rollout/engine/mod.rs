@@ -10,14 +10,18 @@
 
 mod draw;
 mod generator;
+mod live_weights;
 mod openai;
+mod packing;
 mod probe;
 mod prober;
 mod protocol;
 mod servers;
 mod sglang;
 mod teacher;
+mod transfer;
 mod vllm;
+mod vllm_transfer;
 mod weight_check;
 mod weights;
 

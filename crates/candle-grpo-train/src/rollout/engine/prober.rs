@@ -9,6 +9,7 @@ use candle_core::Device;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
 use super::draw::{Job, aborted, draw};
+use super::live_weights::LiveWeights;
 use super::probe::{self, Distribution};
 use super::protocol::{Drawn, End, Failure};
 use super::servers::{Lease, Servers};
@@ -84,8 +85,7 @@ impl Prober {
         self.probe_all(None, progress)
     }
 
-    /// Transfers `weights`, which are in the directory `written`, to all servers, and compares
-    /// their log-probs.
+    /// Transfers `weights`, as `written`, to all servers, and compares their log-probs.
     pub(super) fn transfer(
         &self,
         weights: &PolicyWeights<'_>,
@@ -212,6 +212,10 @@ impl Prober {
                 let probe = self.start_probe(index)?;
                 let failure = match receive(&probe.answers, progress)? {
                     Ok(answers) => {
+                        let transferred = self.transferred();
+                        let live = transferred.as_ref().and_then(|of| of.written.live.clone());
+                        drop(transferred);
+                        let _turn = live.as_deref().and_then(LiveWeights::turn);
                         self.finish_probe(&probe, &answers, weights)?;
                         continue;
                     }
@@ -257,8 +261,13 @@ impl Transferred {
             version,
             format,
             path,
+            live,
             ..
         } = &*self.written;
+        if let Some(live) = live {
+            let _turn = live.turn();
+            return check(&live.weights());
+        }
         let (parameters, adapters) = match (format, &self.base) {
             (WeightFormat::Adapter, Some(base)) => {
                 let adapters = Lora::load(path, &self.model, base.device())?;
@@ -279,7 +288,7 @@ impl Transferred {
 }
 
 /// Waits for a thread's message. If `progress` cancels, the thread is left alone.
-fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
+pub(super) fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
     loop {
         match receiver.recv_timeout(POLL) {
             Ok(message) => return Ok(message),

@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 use candle_grpo_base::json;
 use serde_json::Value;
 
+use super::transfer::Transfer;
 use super::weights::EngineWeights;
 use crate::SamplingConfig;
 use crate::excerpt::excerpt;
@@ -140,6 +143,20 @@ pub trait Protocol: Send + Sync {
     ///
     /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
+
+    /// Connects to the server's processes, which then receive weights in
+    /// [`WeightFormat::Memory`](super::WeightFormat::Memory). Called once the server is healthy, to
+    /// find out whether it can. By default, servers load weights from a directory only.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
+    /// not answer, or if its processes do not connect in time.
+    fn join(&self, server: &Server) -> Result<(), Failure> {
+        let _ = server;
+        let message = "servers of this kind load weights from a directory only";
+        Err(Failure::Unsupported(message.to_owned()))
+    }
 
     /// Requests the SHA-256 checksums of the bytes of the server's weights, by their names. A
     /// weight has several if the server's processes have different parts of it. Called after
@@ -391,6 +408,8 @@ pub struct Server {
     pub(super) http: Arc<JsonClient>,
     pub(super) timeout: Duration,
     pub(super) model: OnceLock<ServedModel>,
+    /// The group over which its processes can receive weights.
+    pub(super) transfer: OnceLock<Transfer>,
 }
 
 impl Server {
@@ -415,7 +434,7 @@ impl Server {
 
     fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
         let text = self.send(call, limit, MAX_ANSWER)?;
-        Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
+        Ok(parsed(&text))
     }
 
     /// Sends a request whose answer has about `tokens` tokens, and parses it.
@@ -436,21 +455,67 @@ impl Server {
         })
     }
 
-    /// Sends a request, and returns its answer's body.
-    fn send(&self, call: &Call, time: Duration, bytes: u64) -> Result<String, Failure> {
-        let Call { path, body } = call;
-        let limits = Limits { time, bytes };
-        let url = format!("{}{path}", self.url);
-        let body = body.as_ref().map(Value::to_string);
-        let answer = self.http.send(&url, body, limits);
-        answer.map_err(|failure| match failure {
-            RequestFailure::Status {
-                status, message, ..
-            } => Failure::Status {
-                status,
-                message: format!("{message} ({path})"),
-            },
-            failure => Failure::Connection(format!("{failure} ({path})")),
+    /// Sends a request on a thread, and returns the receiver of its answer.
+    pub(super) fn start(
+        &self,
+        call: Call,
+        limit: Duration,
+    ) -> Result<Receiver<Result<Value, Failure>>, Failure> {
+        let (http, url) = (Arc::clone(&self.http), self.url.clone());
+        let (sender, answer) = channel();
+        let send = move || {
+            let text = send(&http, &url, &call, limit, MAX_ANSWER);
+            // Nobody may be waiting for it.
+            let _ = sender.send(text.map(|text| parsed(&text)));
+        };
+        match thread::Builder::new().name("engine".to_owned()).spawn(send) {
+            Ok(_) => Ok(answer),
+            Err(error) => {
+                let message = format!("no thread can be started: {error}");
+                Err(Failure::Connection(message))
+            }
+        }
+    }
+
+    /// Returns the group over which the server's processes can receive weights.
+    pub(super) fn transfer(&self) -> Result<&Transfer, Failure> {
+        self.transfer.get().ok_or_else(|| {
+            let message = "this program has no connection to the processes of servers";
+            Failure::Unsupported(message.to_owned())
         })
     }
+
+    /// Sends a request, and returns its answer's body.
+    fn send(&self, call: &Call, time: Duration, bytes: u64) -> Result<String, Failure> {
+        send(&self.http, &self.url, call, time, bytes)
+    }
+}
+
+/// Parses an answer. An empty body, or one that is not JSON, is null.
+fn parsed(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or(Value::Null)
+}
+
+/// Sends a request to the server at `root`, and returns its answer's body.
+fn send(
+    http: &JsonClient,
+    root: &str,
+    call: &Call,
+    time: Duration,
+    bytes: u64,
+) -> Result<String, Failure> {
+    let Call { path, body } = call;
+    let limits = Limits { time, bytes };
+    let url = format!("{root}{path}");
+    let body = body.as_ref().map(Value::to_string);
+    let answer = http.send(&url, body, limits);
+    answer.map_err(|failure| match failure {
+        RequestFailure::Status {
+            status, message, ..
+        } => Failure::Status {
+            status,
+            message: format!("{message} ({path})"),
+        },
+        failure => Failure::Connection(format!("{failure} ({path})")),
+    })
 }

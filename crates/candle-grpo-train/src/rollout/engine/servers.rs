@@ -10,12 +10,14 @@ use anyhow::{Result, bail, ensure};
 
 use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
+use super::transfer::Transfer;
 use super::weight_check::WeightCheck;
 use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::rollout::RolloutConfig;
 use candle_grpo_base::clock::running_time;
 use candle_grpo_base::workers::{POLL, Workers};
+use candle_grpo_collective::TransferTransport;
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
 /// Wait before a server is asked again to end its requests.
@@ -114,6 +116,7 @@ impl Servers {
             http: Arc::clone(&http),
             timeout: Duration::from_secs_f64(config.request_timeout),
             model: OnceLock::new(),
+            transfer: OnceLock::new(),
         });
         let list: Vec<Server> = servers.collect();
         let down = || ServerState {
@@ -145,6 +148,32 @@ impl Servers {
             server_timeout: Duration::from_secs_f64(config.server_timeout),
             changed: Condvar::new(),
         }
+    }
+
+    /// Lets the servers' processes receive weights from memory, in messages of about `message`
+    /// bytes.
+    pub(super) fn set_transport(&self, transport: &Arc<dyn TransferTransport>, message: usize) {
+        for server in &self.list {
+            let transfer = Transfer::new(Arc::clone(transport), message);
+            let _ = server.transfer.set(transfer);
+        }
+    }
+
+    /// Connects to the processes of all servers that are up. Returns the reason if one cannot
+    /// connect, and leaves the others, too.
+    pub(super) fn join(&self) -> std::result::Result<(), String> {
+        let up = |index: usize| self.lock().servers[index].is_up();
+        let up = (0..self.list.len()).filter(|&index| up(index));
+        let mut servers = up.map(|index| &self.list[index]);
+        let joined = servers.try_for_each(|server| {
+            let joined = self.protocol.join(server);
+            joined.map_err(|failure| format!("{}: {failure}", server.url))
+        });
+        if joined.is_err() {
+            let transfers = self.list.iter().filter_map(|server| server.transfer.get());
+            transfers.for_each(|transfer| *transfer.group() = None);
+        }
+        joined
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -222,6 +251,8 @@ impl Servers {
     /// Prevents servers from starting to load weights from now on. Returns whether one is loading
     /// them.
     pub(super) fn close(&self) -> bool {
+        let transfers = self.list.iter().filter_map(|server| server.transfer.get());
+        transfers.for_each(Transfer::close);
         let mut state = self.lock();
         state.is_closed = true;
         state.servers.iter().any(|server| server.is_loading)
@@ -425,7 +456,8 @@ impl Servers {
         must_load: bool,
     ) {
         // A custom protocol may panic. The server must then not stay in recovery.
-        let recover = || self.try_recover(index, weights, must_load);
+        let mut setting = None;
+        let recover = || self.try_recover(index, weights, must_load, &mut setting);
         let recovered = panic::catch_unwind(AssertUnwindSafe(recover))
             .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
         let mut state = self.lock();
@@ -433,11 +465,14 @@ impl Servers {
         let is_fixed = state.weights.is_none();
         let server = &mut state.servers[index];
         server.is_loading = false;
-        server.refusal = match &recovered {
-            Err(
-                failure @ Failure::Status {
-                    status: 401 | 403, ..
-                },
+        server.refusal = match (&recovered, setting) {
+            (
+                Err(
+                    failure @ Failure::Status {
+                        status: 401 | 403, ..
+                    },
+                ),
+                _,
             ) => {
                 let url = &self.list[index].url;
                 let section = self.section;
@@ -445,9 +480,9 @@ impl Servers {
                     "{section}.api_key_env: {url} refuses the key: {failure}"
                 ))
             }
-            Err(failure @ Failure::Unsupported(_)) if self.weight_check.is_some() => {
+            (Err(failure @ Failure::Unsupported(_)), Some(setting)) => {
                 let url = &self.list[index].url;
-                Some(format!("{}.check_weights: {url}: {failure}", self.section))
+                Some(format!("{}.{setting}: {url}: {failure}", self.section))
             }
             _ => None,
         };
@@ -472,11 +507,13 @@ impl Servers {
         self.changed.notify_all();
     }
 
+    /// Sets `setting` to the one that a server refuses with [`Failure::Unsupported`].
     fn try_recover(
         &self,
         index: usize,
         weights: Option<&EngineWeights>,
         must_load: bool,
+        setting: &mut Option<&'static str>,
     ) -> std::result::Result<(), Failure> {
         let server = &self.list[index];
         server.call_briefly(&self.protocol.health())?;
@@ -499,10 +536,13 @@ impl Servers {
                 loading.must_load = true;
                 loading.must_probe = true;
                 drop(state);
+                let format = weights.format;
+                *setting = (format == WeightFormat::Memory).then_some("weight_sync: nccl");
                 self.protocol.load(server, weights)?;
                 if let Some(check) = &self.weight_check
-                    && weights.format == WeightFormat::Disk
+                    && format != WeightFormat::Adapter
                 {
+                    *setting = Some("check_weights");
                     let reported = self.protocol.checksums(server);
                     let compared = reported.and_then(|r| check.compare(index, &r, weights));
                     // Other servers may sample meanwhile, so the run need not end.

@@ -170,6 +170,7 @@ impl Protocol for Sglang {
                     )))
                 }
             }
+            WeightFormat::Memory => self.join(server),
         }
     }
 

@@ -10,11 +10,13 @@ use super::protocol::{
     Call, Checksums, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel,
     Server,
 };
+use super::vllm_transfer;
 use super::weights::{EngineWeights, WeightFormat};
 use crate::rollout::StructuredOutputs;
 
 /// A vLLM server (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
-/// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters.
+/// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters. Over NCCL, whole weights
+/// also need `--weight-transfer-config '{"backend":"nccl"}'`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Vllm;
 
@@ -92,6 +94,13 @@ impl Protocol for Vllm {
                 loaded?;
                 resumed?;
             }
+            WeightFormat::Memory => {
+                vllm_transfer::load(server, weights)?;
+                // Some versions ignore the version in the request that ends an update.
+                if !self.serves(server, weights)? {
+                    set_version(server, weights)?;
+                }
+            }
         }
         if self.serves(server, weights)? {
             Ok(())
@@ -99,6 +108,10 @@ impl Protocol for Vllm {
             let message = format!("it does not serve {} after loading it", weights.name());
             Err(Failure::LostWeights(message))
         }
+    }
+
+    fn join(&self, server: &Server) -> Result<(), Failure> {
+        vllm_transfer::join(server)
     }
 
     fn checksums(&self, server: &Server) -> Result<Checksums, Failure> {
@@ -136,7 +149,7 @@ impl Protocol for Vllm {
                 let mut models = models.into_iter().flatten();
                 Ok(models.any(|model| model["id"] == weights.name()))
             }
-            WeightFormat::Disk => {
+            WeightFormat::Disk | WeightFormat::Memory => {
                 let answer = server.call(&Call::get("/weight_info"))?;
                 Ok(answer["weight_version"] == weights.name())
             }
@@ -150,13 +163,17 @@ fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let body = json!({"method": "reload_weights", "kwargs": {"weights_path": folder}});
     server.call(&Call::post("/collective_rpc", body))?;
     reset_prefix_cache(server)?;
+    set_version(server, weights)
+}
+
+fn set_version(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let body = json!({"new_version": weights.name()});
     server.call(&Call::post("/update_weight_version", body))?;
     Ok(())
 }
 
 /// Clears keys and values from earlier weights. A server that still needs them refuses.
-fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
+pub(super) fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
     let answer = server.call(&Call::post("/reset_prefix_cache", json!({})))?;
     if answer["success"] == false {
         Err(Failure::Malformed(

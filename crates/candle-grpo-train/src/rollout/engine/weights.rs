@@ -2,11 +2,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{CheckpointForm, Lora, Parameters, atomic_file};
 
+use super::live_weights::LiveWeights;
 use crate::config_json::set_dtype;
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::{CONFIG, WEIGHTS};
@@ -21,25 +23,40 @@ pub enum WeightFormat {
     Adapter,
     /// All weights as a Hugging Face directory, in the dtype in which the policy trains.
     Disk,
+    /// All weights, which the processes of a server receive from the policy's memory.
+    Memory,
 }
 
-/// One weight version, in a directory.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One weight version, in a directory or in memory.
+#[derive(Debug, Clone)]
 pub struct EngineWeights {
     /// Number of training steps that the weights have seen.
     pub version: u64,
     /// The form.
     pub format: WeightFormat,
-    /// The directory, an absolute path.
+    /// The directory, an absolute path. Empty for weights in memory.
     pub path: PathBuf,
     /// Names of the versions that it replaces.
     pub replaced: Vec<String>,
+    /// The weights in memory.
+    pub(super) live: Option<Arc<LiveWeights>>,
 }
 
 impl EngineWeights {
     /// Returns the version's name, which is also the adapter's: `policy-000012`.
     pub fn name(&self) -> String {
         name(self.version)
+    }
+
+    /// Returns weights in memory.
+    pub(super) fn in_memory(version: u64, live: Arc<LiveWeights>) -> Self {
+        Self {
+            version,
+            format: WeightFormat::Memory,
+            path: PathBuf::new(),
+            replaced: Vec::new(),
+            live: Some(live),
+        }
     }
 }
 
@@ -118,6 +135,7 @@ impl WeightFolder {
             (WeightFormat::Adapter, None) => {
                 bail!("weight_sync: adapter, must be disk as no adapters train")
             }
+            (WeightFormat::Memory, _) => bail!("weights in memory, must be in a directory"),
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer separate from a tied embedding.
                 let all = weights.export().in_dtype(self.dtype);
@@ -152,6 +170,7 @@ impl WeightFolder {
             format,
             path,
             replaced,
+            live: None,
         })
     }
 

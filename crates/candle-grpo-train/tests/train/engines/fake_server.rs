@@ -7,6 +7,7 @@ use candle_grpo_test_support::{HttpServer, Reply, Request};
 use serde_json::{Value, json};
 
 use super::served_policy::{Draw, Drawn, ServedPolicy};
+use super::workers::Workers;
 
 /// A server with the tiny policy that answers as an engine does.
 pub(crate) struct FakeServer {
@@ -71,6 +72,10 @@ pub(crate) struct Engine {
     pub(crate) waits_after: WaitsAfter,
     /// Number of times that a client has aborted all requests.
     pub(crate) aborts: usize,
+    /// The processes that can receive weights.
+    pub(crate) workers: Option<Workers>,
+    /// True between the start and the end of a weight update.
+    pub(crate) updating: bool,
 }
 
 impl FakeServer {
@@ -85,6 +90,8 @@ impl FakeServer {
                 api_key: None,
                 waits_after: Box::new(|_| None),
                 aborts: 0,
+                workers: None,
+                updating: false,
             }),
             resumed: Condvar::new(),
             faults: Mutex::new(Box::new(|_| None)),
@@ -123,6 +130,10 @@ impl FakeServer {
         engine.policy.restart();
         engine.version = "default".to_owned();
         (engine.paused, engine.broken, engine.dead) = (false, false, false);
+        engine.updating = false;
+        if let Some(workers) = &mut engine.workers {
+            workers.restart();
+        }
         drop(engine);
         self.shared.resumed.notify_all();
         self.http.restart();

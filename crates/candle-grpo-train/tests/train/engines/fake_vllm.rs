@@ -1,4 +1,5 @@
-//! A fake vLLM server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`.
+//! A fake vLLM server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and with
+//! `--weight-transfer-config` if it has [`Workers`](super::workers::Workers).
 //!
 //! Paths, fields and answers follow vLLM 0.32.
 
@@ -10,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
 use super::served_policy::{Draw, Drawn, ServedPolicy};
+use super::workers::Workers;
 
 /// Model name for the policy without adapters.
 pub(crate) const MODEL: &str = "policy";
@@ -81,6 +83,16 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
                 }
                 other => error(422, "Invalid", &format!("{other:?}")),
             }
+        }
+        ("GET", "/get_world_size") => match &shared.engine().workers {
+            Some(workers) => ok(json!({"world_size": workers.count()})),
+            None => not_found(),
+        },
+        ("POST", "/init_weight_transfer_engine") => transfer(shared, request, &["init_info"], join),
+        ("POST", "/start_weight_update") => transfer(shared, request, &[], start_update),
+        ("POST", "/update_weights") => transfer(shared, request, &["update_info"], update),
+        ("POST", "/finish_weight_update") => {
+            transfer(shared, request, &["weight_version"], finish_update)
         }
         ("GET", "/weight_info") => ok(json!({"weight_version": shared.engine().version})),
         _ => not_found(),
@@ -311,4 +323,67 @@ fn collective_rpc(shared: &Shared, request: &Request) -> Reply {
             Reply::new(500, "Internal Server Error")
         }
     }
+}
+
+/// Answers a request of a weight transfer, whose body has no other fields than `known`.
+fn transfer(
+    shared: &Shared,
+    request: &Request,
+    known: &[&str],
+    answer: fn(&Shared, &Value) -> Result<(), String>,
+) -> Reply {
+    let body = match object(&request.body, known) {
+        Ok(body) => body,
+        Err(message) => return bad_request(&message),
+    };
+    match answer(shared, &body) {
+        Ok(()) => ok(json!({"message": "done"})),
+        Err(message) => error(500, "InternalServerError", &message),
+    }
+}
+
+fn no_workers() -> String {
+    "Weight transfer not configured. Please set weight_transfer_config".to_owned()
+}
+
+fn join(shared: &Shared, body: &Value) -> Result<(), String> {
+    let joining = shared.engine().workers.as_ref().map(Workers::joining);
+    // The engine answers other requests meanwhile.
+    let joined = joining.ok_or_else(no_workers)?.join(body)?;
+    let mut engine = shared.engine();
+    engine.workers.as_mut().ok_or_else(no_workers)?.set(joined);
+    Ok(())
+}
+
+fn start_update(shared: &Shared, _: &Value) -> Result<(), String> {
+    let mut engine = shared.engine();
+    if engine.workers.is_none() || engine.updating || !engine.paused {
+        return Err("an update has started, or the engine runs".to_owned());
+    }
+    engine.updating = true;
+    Ok(())
+}
+
+fn update(shared: &Shared, body: &Value) -> Result<(), String> {
+    let engine = shared.engine();
+    if !engine.updating {
+        return Err("no update has started".to_owned());
+    }
+    let joined = engine.workers.as_ref().map(Workers::joined);
+    drop(engine);
+    let weights = joined.ok_or_else(no_workers)?.receive(body)?;
+    let mut engine = shared.engine();
+    let set = engine.policy.set_weights(weights);
+    set.map_err(|e| format!("{e:#}"))
+}
+
+fn finish_update(shared: &Shared, body: &Value) -> Result<(), String> {
+    let mut engine = shared.engine();
+    if !std::mem::take(&mut engine.updating) {
+        return Err("no update has started".to_owned());
+    }
+    if let Some(version) = body["weight_version"].as_str() {
+        version.clone_into(&mut engine.version);
+    }
+    Ok(())
 }

@@ -369,7 +369,13 @@ fn the_key_is_sent_and_a_refused_key_is_an_error(#[case] engine: Engine) {
 
 /// Cancels once it is set.
 #[derive(Default)]
-struct Cancel(AtomicBool);
+pub(super) struct Cancel(AtomicBool);
+
+impl Cancel {
+    pub(super) fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
 
 impl Progress for Cancel {
     fn is_canceled(&self) -> bool {
@@ -408,7 +414,7 @@ fn a_cancellation_ends_the_wait_for_completions(
         server
             .http
             .wait_for_requests(|requests| tried(requests) > before);
-        cancel.0.store(true, Ordering::Release);
+        cancel.cancel();
         assert_interrupted(drawing.join().unwrap());
     });
 }
@@ -433,7 +439,7 @@ fn a_cancellation_ends_a_transfer_of_weights(
         server
             .http
             .wait_for_requests(|requests| requests.iter().any(|r| r.path() == path));
-        cancel.0.store(true, Ordering::Release);
+        cancel.cancel();
         assert_interrupted(pushing.join().unwrap());
     });
 }

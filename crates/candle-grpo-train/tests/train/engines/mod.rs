@@ -14,8 +14,10 @@ mod served_policy;
 mod structured;
 mod teacher;
 mod trajectories;
+mod transfer;
 mod weight_check;
 mod weights;
+mod workers;
 
 use std::sync::Arc;
 
@@ -29,10 +31,11 @@ use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSyn
 use candle_grpo_train::{ComputeDType, Generator, Progress, Rollout, Sampler, SamplingConfig};
 use tempfile::TempDir;
 
-use crate::common::{END, model, parameters, prompts, sampler, sampling, tokenizer};
+use crate::common::{END, file_names, model, parameters, prompts, sampler, sampling, tokenizer};
 use fake_server::FakeServer;
 pub(crate) use served_policy::{LogProbs, log_distributions};
 use served_policy::{Served, ServedPolicy, log_probs, scaled, seeds};
+use workers::{Network, Workers};
 
 /// The test policy.
 fn initial() -> Served {
@@ -55,16 +58,30 @@ struct Setup {
     sync: WeightSync,
     servers: Vec<FakeServer>,
     folder: TempDir,
+    /// Connects the policy to the servers' processes.
+    network: Network,
 }
 
 impl Setup {
     fn new(engine: Engine, sync: WeightSync, servers: usize) -> Self {
         let servers = (0..servers).map(|_| engine::start(engine, initial()));
-        Self {
+        let setup = Self {
             engine,
             sync,
             servers: servers.collect(),
             folder: tempfile::tempdir().unwrap(),
+            network: Network::default(),
+        };
+        if sync == WeightSync::Nccl {
+            setup.set_processes(2);
+        }
+        setup
+    }
+
+    /// Gives each server this number of processes that can receive weights.
+    fn set_processes(&self, count: usize) {
+        for server in &self.servers {
+            server.engine().workers = Some(Workers::new(self.network.clone(), count));
         }
     }
 
@@ -86,7 +103,24 @@ impl Setup {
         }
     }
 
+    /// A client, with a transport if the servers have processes.
     fn client(&self, config: &RolloutConfig, sampling: &SamplingConfig) -> ServerGenerator {
+        let client = self.client_without_transport(config, sampling);
+        let has_processes = |server: &FakeServer| server.engine().workers.is_some();
+        if !self.servers.iter().any(has_processes) {
+            return client;
+        }
+        let client = client.with_message_bytes(1000);
+        client
+            .with_transport(Ok(Arc::new(self.network.clone())))
+            .unwrap()
+    }
+
+    fn client_without_transport(
+        &self,
+        config: &RolloutConfig,
+        sampling: &SamplingConfig,
+    ) -> ServerGenerator {
         let folder = self.folder.path().join("weights");
         ServerGenerator::new(config, sampling, model().vocab_size, &folder).unwrap()
     }
@@ -121,6 +155,17 @@ impl Setup {
         }
     }
 
+    /// Names of the versions in the weights directory.
+    fn versions(&self) -> Vec<String> {
+        let folder = self.folder.path().join("weights");
+        if !folder.exists() {
+            return Vec::new();
+        }
+        let mut versions = file_names(&folder);
+        versions.retain(|name| name.starts_with("policy"));
+        versions
+    }
+
     /// Request path for sampling.
     fn draw_path(&self) -> &'static str {
         engine::draw_path(self.engine)
@@ -132,6 +177,7 @@ impl Setup {
             (Engine::Sglang, WeightSync::Adapter) => "/load_lora_adapter",
             (Engine::Sglang, _) => "/update_weights_from_disk",
             (_, WeightSync::Adapter) => "/v1/load_lora_adapter",
+            (_, WeightSync::Nccl) => "/update_weights",
             _ => "/collective_rpc",
         }
     }

@@ -50,6 +50,7 @@ fn random_faults_lose_nothing_double_nothing_and_hang_nothing() {
         for (engine, sync) in [
             (Engine::Vllm, WeightSync::Adapter),
             (Engine::Vllm, WeightSync::Disk),
+            (Engine::Vllm, WeightSync::Nccl),
             (Engine::Sglang, WeightSync::Adapter),
             (Engine::Sglang, WeightSync::Disk),
             (Engine::Openai, WeightSync::None),

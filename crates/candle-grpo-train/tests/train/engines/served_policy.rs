@@ -178,6 +178,13 @@ impl ServedPolicy {
         Ok(())
     }
 
+    /// Sets all weights. Adapters still apply to the previous ones.
+    pub(crate) fn set_weights(&mut self, weights: HashMap<String, Tensor>) -> Result<()> {
+        self.base = Parameters::from_tensors(&self.served.model, weights, device())?;
+        self.weights = Arc::new(Weights::new(&self.served.model, &self.base)?);
+        Ok(())
+    }
+
     /// Reads the adapter in a PEFT directory.
     pub(crate) fn read_adapter(&mut self, name: &str, folder: &str) -> Result<()> {
         let adapters = Lora::load(Path::new(folder), &self.served.model, device())?;

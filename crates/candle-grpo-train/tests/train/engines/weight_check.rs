@@ -11,10 +11,10 @@ use sha2::{Digest, Sha256};
 use super::fake_server::Fault;
 use super::{Setup, short};
 
-type Checksums = BTreeMap<String, String>;
+pub(super) type Checksums = BTreeMap<String, String>;
 
 /// The checksums of vLLM's parameters: queries, keys and values are one, and so are gate and up.
-fn checksums(setup: &Setup, version: u64) -> Checksums {
+pub(super) fn checksums(setup: &Setup, version: u64) -> Checksums {
     let parameters = setup.policy(version).parameters;
     let bytes = |name: &str| -> Vec<u8> {
         let weight = parameters.get(name).unwrap().as_detached_tensor();

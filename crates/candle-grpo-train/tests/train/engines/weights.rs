@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::fake_server::Fault;
 use super::served_policy::LogProbs;
 use super::{Policy, STREAMS, Setup, difference, draw, draw_locally, short};
-use crate::common::{self, config, digest, file_names, max_difference, parameters};
+use crate::common::{self, config, digest, max_difference, parameters};
 
 /// Checks the servers' completions against the policy, and makes the servers sample the same tokens
 /// as the local generator.
@@ -68,6 +68,7 @@ impl Generator for Checked {
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Vllm, WeightSync::Disk)]
 #[case(Engine::Sglang, WeightSync::Adapter)]
+#[case(Engine::Vllm, WeightSync::Nccl)]
 #[case(Engine::Sglang, WeightSync::Disk)]
 fn a_run_with_servers_is_the_run_with_the_policy_itself(
     #[case] engine: Engine,
@@ -122,10 +123,10 @@ fn a_run_with_servers_is_the_run_with_the_policy_itself(
             _ => assert!(names.is_empty()),
         }
     }
-    let folder = setup.folder.path().join("weights");
-    let mut folders = file_names(&folder);
-    folders.retain(|name| name.starts_with("policy"));
-    assert_eq!(folders, ["policy-000002"]);
+    match sync {
+        WeightSync::Nccl => assert!(setup.versions().is_empty()),
+        _ => assert_eq!(setup.versions(), ["policy-000002"]),
+    }
 }
 
 #[rstest]
@@ -309,6 +310,7 @@ fn log_probs_under_a_filter_are_those_that_the_server_reports(#[case] log_probs:
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Vllm, WeightSync::Disk)]
 #[case(Engine::Sglang, WeightSync::Adapter)]
+#[case(Engine::Vllm, WeightSync::Nccl)]
 #[case(Engine::Sglang, WeightSync::Disk)]
 fn a_restarted_server_receives_the_weights_again(#[case] engine: Engine, #[case] sync: WeightSync) {
     let setup = Setup::new(engine, sync, 1);
@@ -346,6 +348,7 @@ fn weights_that_do_not_arrive_after_a_restart_are_found_before_a_completion() {
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Vllm, WeightSync::Disk)]
 #[case(Engine::Sglang, WeightSync::Adapter)]
+#[case(Engine::Vllm, WeightSync::Nccl)]
 #[case(Engine::Sglang, WeightSync::Disk)]
 fn a_server_that_restarts_with_other_log_probs_is_an_error(
     #[case] engine: Engine,
@@ -550,6 +553,7 @@ fn an_adapter_resets_the_cache_of_prompts_if_the_server_can() {
 #[case(Engine::Vllm, WeightSync::Adapter)]
 #[case(Engine::Vllm, WeightSync::Disk)]
 #[case(Engine::Sglang, WeightSync::Adapter)]
+#[case(Engine::Vllm, WeightSync::Nccl)]
 #[case(Engine::Sglang, WeightSync::Disk)]
 fn other_weights_of_the_same_version_are_sent(#[case] engine: Engine, #[case] sync: WeightSync) {
     let setup = Setup::new(engine, sync, 1);
