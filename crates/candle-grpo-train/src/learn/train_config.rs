@@ -585,6 +585,12 @@ impl TrainConfig {
             self.rollout.max_staleness,
             "be 0 with sharding: full, because a thread that samples ahead copies all weights",
         )?;
+        check::check(
+            self.rollout.weight_sync != WeightSync::Nccl,
+            "rollout.weight_sync",
+            "nccl",
+            "be auto or disk with sharding: full: a rank has only its part of the weights",
+        )?;
         if let Some(dtype) = self.own_rollout_dtype() {
             let must =
                 "be absent with sharding: full, because a copy in another dtype is not divided";

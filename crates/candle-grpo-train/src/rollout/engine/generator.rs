@@ -235,10 +235,14 @@ impl ServerGenerator {
             (WeightSync::Adapter, _) | (WeightSync::Auto, Some(_)) => Some(WeightFormat::Adapter),
             (WeightSync::Disk, _) => Some(WeightFormat::Disk),
             (WeightSync::Nccl, _) => {
+                ensure!(
+                    !weights.parameters.is_full(),
+                    "rollout.weight_sync: nccl, must be auto or disk where ranks divide all weights"
+                );
                 require_transport(self.transport.as_ref())?;
                 Some(WeightFormat::Memory)
             }
-            (WeightSync::Auto, None) if self.can_use_memory(progress)? => {
+            (WeightSync::Auto, None) if self.can_use_memory(weights, progress)? => {
                 Some(WeightFormat::Memory)
             }
             (WeightSync::Auto, None) => Some(WeightFormat::Disk),
@@ -247,13 +251,20 @@ impl ServerGenerator {
 
     /// Returns whether all servers that are up can receive weights from memory. The first call
     /// connects to them, and logs the reason if one cannot.
-    fn can_use_memory(&self, progress: &dyn Progress) -> Result<bool> {
+    fn can_use_memory(
+        &self,
+        weights: &PolicyWeights<'_>,
+        progress: &dyn Progress,
+    ) -> Result<bool> {
         if let Some(can) = self.auto.get() {
             return Ok(*can);
         }
         let joined = match &self.transport {
             None => return Ok(false),
             Some(Err(reason)) => Err(reason.clone()),
+            Some(Ok(())) if weights.parameters.is_full() => {
+                Err("ranks divide all weights".to_owned())
+            }
             Some(Ok(())) => {
                 self.servers.wait(progress)?.ok_or(Interrupted)?;
                 let (sender, joined) = channel();
