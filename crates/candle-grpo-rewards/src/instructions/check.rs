@@ -9,9 +9,9 @@ use super::text::{is_in_language, is_lower, is_upper, languages, sentences, word
 use super::{Instruction, Relation};
 
 const CONSTRAINED: [&str; 3] = [
-    "my answer is yes.",
-    "my answer is no.",
-    "my answer is maybe.",
+    "My answer is yes.",
+    "My answer is no.",
+    "My answer is maybe.",
 ];
 
 impl Relation {
@@ -97,10 +97,7 @@ impl Instruction {
             Self::Bullets { num_bullets } => {
                 count(text, r"^\s*\*[^*].*$") + count(text, r"^\s*-.*$") == *num_bullets
             }
-            Self::ConstrainedResponse {} => {
-                let text = text.to_lowercase();
-                CONSTRAINED.iter().any(|answer| text.contains(answer))
-            }
+            Self::ConstrainedResponse {} => CONSTRAINED.iter().any(|answer| text.contains(answer)),
             Self::Highlights { num_highlights } => {
                 let filled = |pattern| count_filled(text, pattern, &['*', ' ']);
                 filled(r"\*[^\n*]*\*") + filled(r"\*\*[^\n*]*\*\*") >= *num_highlights

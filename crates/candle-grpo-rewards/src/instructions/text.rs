@@ -36,18 +36,44 @@ const LANGUAGES: [(&str, Lang); 29] = [
     ("vi", Lang::Vie),
 ];
 
+/// Swahili, which `whatlang` does not know.
+const SWAHILI: &str = "sw";
+
+/// Frequent Swahili function words.
+const SWAHILI_WORDS: [&str; 40] = [
+    "ambao", "ambayo", "au", "baada", "bila", "cha", "hadi", "hata", "hii", "hiyo", "hizi", "hizo",
+    "huo", "huu", "ili", "kabla", "kama", "katika", "kila", "kutoka", "kuwa", "kwa", "la",
+    "lakini", "mimi", "na", "ni", "pia", "sana", "sisi", "vya", "wa", "wako", "wangu", "wao",
+    "watu", "ya", "yake", "yeye", "za",
+];
+
+/// Smallest share of these words in a Swahili text. In texts of other languages, it is below 5%.
+const SWAHILI_SHARE: f64 = 0.2;
+
 /// Returns the language codes that can be detected.
 pub(super) fn languages() -> impl Iterator<Item = &'static str> {
-    LANGUAGES.iter().map(|(code, _)| *code)
+    let codes = LANGUAGES.iter().map(|(code, _)| *code);
+    codes.chain([SWAHILI])
 }
 
 /// Returns whether `text` is in a language. If no language can be detected, any language matches,
 /// as in IFEval.
 pub(super) fn is_in_language(text: &str, code: &str) -> bool {
+    if is_swahili(text) {
+        return code == SWAHILI;
+    }
     match whatlang::detect_lang(text) {
         Some(found) => LANGUAGES.contains(&(code, found)),
         None => true,
     }
+}
+
+fn is_swahili(text: &str) -> bool {
+    let text = text.to_lowercase();
+    let all: Vec<&str> = words(&text).collect();
+    let known = all.iter().filter(|word| SWAHILI_WORDS.contains(word));
+    let known = known.count() as f64;
+    known > 0. && known >= SWAHILI_SHARE * all.len() as f64
 }
 
 /// Counts the sentences with at least one letter or digit.
@@ -70,4 +96,39 @@ pub(super) fn is_upper(text: &str) -> bool {
 /// Returns whether `text` has letters with case, all of them lower case.
 pub(super) fn is_lower(text: &str) -> bool {
     text.chars().any(char::is_lowercase) && !text.chars().any(char::is_uppercase)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn swahili_is_told_from_other_languages() {
+        let text = "Samaki wanaishi katika bahari na mito, kwa sababu wanahitaji maji ili kupumua.";
+        assert!(is_in_language(text, "sw") && !is_in_language(text, "en"));
+        for (text, code) in [
+            (
+                "The fish live in the sea and in rivers, because they need water.",
+                "en",
+            ),
+            (
+                "Los peces viven en el mar y en la orilla, porque necesitan agua.",
+                "es",
+            ),
+            (
+                "I pesci vivono nel mare, e la gente ne mangia ogni giorno.",
+                "it",
+            ),
+            (
+                "Kalat elävät meressä ja joissa, koska ne tarvitsevat vettä.",
+                "fi",
+            ),
+        ] {
+            assert!(
+                is_in_language(text, code) && !is_in_language(text, "sw"),
+                "{text}"
+            );
+        }
+        assert!(languages().any(|code| code == "sw"));
+    }
 }

@@ -30,8 +30,9 @@ const COMPARISON: &str = "comparison.json";
 // The options of suites. A doc comment would become the description of the command.
 #[derive(clap::Args)]
 pub(super) struct SuiteArguments {
-    /// Prompt suites, separated by commas: gsm8k, svamp, math500, aime24, aime25, mmlu, or a file
-    /// path (docs/evaluation.md). The first argument is then a model: a directory, a GGUF file, a
+    /// Prompt suites, separated by commas: gsm8k, svamp, math500, aime24, aime25, mmlu, mmlu_pro,
+    /// gpqa_diamond, ifeval, humaneval, humaneval_plus, mbpp_plus, or a file path
+    /// (docs/evaluation.md). The first argument is then a model: a directory, a GGUF file, a
     /// run directory (its best checkpoint), or a Hugging Face hub name.
     #[arg(
         long,

@@ -33,4 +33,4 @@ pub use run::RunConfig;
 pub use schema::{run_schema, section_schema, sft_schema, suite_schema};
 pub use sections::{CheckpointConfig, EvaluationConfig, ModelConfig, TeacherConfig};
 pub use sft::{SftEvaluationConfig, SftRunConfig};
-pub use suite::SuiteConfig;
+pub use suite::{ChoicesConfig, SuiteConfig};

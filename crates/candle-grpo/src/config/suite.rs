@@ -47,6 +47,8 @@ pub struct SuiteConfig {
     pub hub: Option<PathBuf>,
     /// The column that identifies a row in comparisons.
     pub id: Option<String>,
+    /// Where the choices of a multiple-choice question are.
+    pub choices: Option<ChoicesConfig>,
     /// The reward terms.
     pub rewards: Vec<RewardConfig>,
     /// The sampler, and the number of completions.
@@ -68,6 +70,12 @@ pub(super) struct SuiteKeys {
     hub: Option<PathBuf>,
     /// The column that identifies a row in comparisons. Absent: a digest of the question.
     id: Option<String>,
+    /// The choices of multiple-choice questions: `{column: NAME}` for a list of texts, or
+    /// `{right: NAME, wrong: [NAME, ...]}` for texts in columns of their own, which are shuffled.
+    /// Rows get the columns `choices`, `lettered_choices` (a text with a line such as `A)
+    /// Paris` for each), and with `right` the right choice's number as `answer`. Absent: no
+    /// such columns.
+    choices: Option<ChoicesConfig>,
     /// The [reward terms](#rewards).
     rewards: Vec<RewardConfig>,
     /// The [evaluation section](#evaluation) without `every_steps`. Without a key of the
@@ -75,14 +83,58 @@ pub(super) struct SuiteKeys {
     evaluation: EvaluationKeys,
 }
 
+/// Where the choices of a multiple-choice question are: in `column`, or in `right` and `wrong`.
+/// Texts lose whitespace at their ends.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct ChoicesConfig {
+    /// Column with a list of the choices, in order.
+    pub column: Option<String>,
+    /// Column with the right choice.
+    pub right: Option<String>,
+    /// Columns with the wrong choices. They are shuffled with the right one, in an order that
+    /// depends on the texts alone.
+    pub wrong: Vec<String>,
+}
+
+impl ChoicesConfig {
+    fn validate(&self) -> Result<(), Problem> {
+        let apart = self.right.is_some() && !self.wrong.is_empty();
+        let neither = self.right.is_none() && self.wrong.is_empty();
+        if apart != self.column.is_some() && (apart || neither) {
+            return Ok(());
+        }
+        let message = "must be either column, or right and wrong";
+        Err(Problem::at("choices", message))
+    }
+}
+
 /// The built-in suites by name.
-const BUILT_IN: [(&str, &str); 6] = [
+const BUILT_IN: [(&str, &str); 12] = [
     ("gsm8k", include_str!("../suite/built_in/gsm8k.yaml")),
     ("svamp", include_str!("../suite/built_in/svamp.yaml")),
     ("math500", include_str!("../suite/built_in/math500.yaml")),
     ("aime24", include_str!("../suite/built_in/aime24.yaml")),
     ("aime25", include_str!("../suite/built_in/aime25.yaml")),
     ("mmlu", include_str!("../suite/built_in/mmlu.yaml")),
+    ("mmlu_pro", include_str!("../suite/built_in/mmlu_pro.yaml")),
+    (
+        "gpqa_diamond",
+        include_str!("../suite/built_in/gpqa_diamond.yaml"),
+    ),
+    ("ifeval", include_str!("../suite/built_in/ifeval.yaml")),
+    (
+        "humaneval",
+        include_str!("../suite/built_in/humaneval.yaml"),
+    ),
+    (
+        "humaneval_plus",
+        include_str!("../suite/built_in/humaneval_plus.yaml"),
+    ),
+    (
+        "mbpp_plus",
+        include_str!("../suite/built_in/mbpp_plus.yaml"),
+    ),
 ];
 
 /// The sampler keys that define the token distribution.
@@ -139,6 +191,7 @@ impl SuiteConfig {
             data: keys.data,
             hub: keys.hub,
             id: keys.id,
+            choices: keys.choices,
             rewards: keys.rewards,
             evaluation,
             has_distribution,
@@ -172,6 +225,9 @@ impl SuiteConfig {
             ("evaluation.max_prompts", self.evaluation.max_prompts),
         ])?;
         within(DATA, Dataset::without_rows(data))?;
+        self.choices
+            .as_ref()
+            .map_or(Ok(()), ChoicesConfig::validate)?;
         let sampler = &self.evaluation.sampler;
         within("evaluation.sampler", sampler.validate())?;
         // A suite is sampled in this process.
@@ -248,6 +304,14 @@ mod tests {
             (
                 "data: {held_out: x}\nrewards: [{kind: math}]\nevaluation: {every_steps: 1}",
                 "s.yaml:3: evaluation.every_steps",
+            ),
+            (
+                "data: {held_out: x}\nchoices: {column: a, right: b, wrong: [c]}\nrewards: [{kind: math}]",
+                "s.yaml:2: choices: must be either column, or right and wrong",
+            ),
+            (
+                "data: {held_out: x}\nchoices: {right: b}\nrewards: [{kind: math}]",
+                "s.yaml:2: choices: must be either column, or right and wrong",
             ),
             ("datta: {}", "did you mean `data`"),
         ] {

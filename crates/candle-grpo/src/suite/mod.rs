@@ -1,6 +1,7 @@
 //! Evaluation suites: benchmark prompts, a model's results on them, and comparisons between two
 //! models.
 
+mod choices;
 mod comparison;
 mod prompts;
 mod results;

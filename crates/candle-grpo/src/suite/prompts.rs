@@ -8,6 +8,7 @@ use candle_grpo_train::data::{self, Row};
 use candle_grpo_train::{Dataset, Pretrained, Prompt};
 use serde_json::Value;
 
+use super::choices::add;
 use crate::config::SuiteConfig;
 use crate::run::all_prompts;
 
@@ -20,8 +21,9 @@ pub struct SuitePrompts {
 }
 
 /// Reads a suite's rows: from `folder` if it is set, otherwise from the hub file, whose name
-/// `locate` turns into a path. A suite that names no hub file is read from its own files. Checks
-/// that each row has the columns that the rewards need.
+/// `locate` turns into a path. A suite that names no hub file is read from its own files. Adds the
+/// columns of [`SuiteConfig::choices`], and checks that each row has the columns that the rewards
+/// need.
 ///
 /// # Errors
 ///
@@ -51,6 +53,9 @@ pub fn read_rows(
         );
         let limit = suite.data.max_rows.unwrap_or(usize::MAX);
         rows.extend(data::read_first_rows(&path, limit)?);
+    }
+    if let Some(choices) = &suite.choices {
+        rows.iter_mut().try_for_each(|row| add(choices, row))?;
     }
     for row in &rows {
         for reward in &suite.rewards {

@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 
 use candle_grpo::config::SuiteConfig;
 use candle_grpo::suite::{PromptResult, read_rows};
-use candle_grpo::train::rewards::{MathReward, RewardKind};
+use candle_grpo::train::Dataset;
+use candle_grpo::train::FinishReason;
+use candle_grpo::train::data::Question;
+use candle_grpo::train::rewards::{CodeReward, MathReward, RewardFunction, RewardKind, Sample};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -453,4 +456,147 @@ fn gsm8k_and_svamp_are_evaluated_from_their_files() {
     let summary = json_of(&folder.path().join("results/summary.json"));
     assert_eq!(summary["suites"][0]["truncated"], 1.);
     assert_eq!(summary["suites"][0]["metrics"]["maj@2"]["value"], 0.);
+}
+
+#[test]
+fn multiple_choice_suites_list_their_choices() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let write = |name: &str, text: &str| {
+        let file = path.join(name);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, text).unwrap();
+    };
+    let row = json!({"question_id": 70, "question": "Which?", "options": ["x", "y", "z"], "answer": "C", "answer_index": 2});
+    write("mmlu_pro/test.jsonl", &row.to_string());
+    let columns = "Record ID,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3";
+    write(
+        "gpqa/gpqa_diamond.csv",
+        &format!("{columns}\nrec1,\"What, and why?\",\"good\n\",bad,worse,worst\n"),
+    );
+    for (name, start, right) in [
+        ("mmlu_pro", "Which?\nA) x\nB) y\nC) z\n", "z"),
+        ("gpqa_diamond", "What, and why?\nA) ", "good"),
+    ] {
+        let suite = SuiteConfig::find(name).unwrap();
+        let rows = read_rows(&suite, Some(path), |path| Ok(path.to_path_buf())).unwrap();
+        let template = Dataset::without_rows(&suite.data).unwrap();
+        let question = template.question(&rows[0]).unwrap();
+        let Question::Messages(messages) = &question else {
+            panic!("{question:?}");
+        };
+        let text = messages[0]["content"].as_str().unwrap();
+        assert!(text.starts_with(start), "{text}");
+        let RewardKind::MultipleChoice(reward) = &suite.rewards[0].kind else {
+            panic!("{:?}", suite.rewards[0].kind);
+        };
+        let choices = rows[0].columns["choices"].as_array().unwrap();
+        let place = choices.iter().position(|choice| choice == right).unwrap();
+        for (at, letter) in ('A'..='Z').take(choices.len()).enumerate() {
+            let answer = format!("So the answer is {letter}.");
+            let is_right = reward.matches(&answer, &rows[0].columns).unwrap();
+            assert_eq!(is_right, at == place, "{answer} {}", rows[0].columns);
+        }
+    }
+}
+
+/// The lines of a published file, if the environment names a directory that has it.
+fn published_lines(name: &str) -> Option<Vec<Value>> {
+    let folder = std::env::var_os("CANDLE_GRPO_DATA").map(PathBuf::from);
+    let file = folder.map(|folder| folder.join(name));
+    match file.filter(|file| file.is_file()) {
+        Some(file) => Some(lines(&file)),
+        None => {
+            eprintln!("skipped: CANDLE_GRPO_DATA names no directory with {name}");
+            None
+        }
+    }
+}
+
+/// The responses of GPT-4 that IFEval publishes, and what its own program says of each instruction:
+/// `eval_results_strict.jsonl`, which `evaluation_main.py` writes.
+#[test]
+fn instructions_are_followed_as_ifeval_says() {
+    let (Some(rows), Some(results)) = (
+        published_lines("ifeval/input_data.jsonl"),
+        published_lines("ifeval/eval_results_strict.jsonl"),
+    ) else {
+        return;
+    };
+    let suite = SuiteConfig::find("ifeval").unwrap();
+    let RewardKind::Instructions(reward) = &suite.rewards[0].kind else {
+        panic!("{:?}", suite.rewards[0].kind);
+    };
+    let (mut differ, mut all, mut right, mut theirs) = (Vec::new(), 0, 0, 0);
+    for result in &results {
+        let row = rows
+            .iter()
+            .find(|row| row["prompt"] == result["prompt"])
+            .unwrap();
+        let response = result["response"].as_str().unwrap();
+        let expected = result["follow_instruction_list"].as_array().unwrap();
+        let found = reward.expected(row).unwrap();
+        for ((instruction, expected), name) in found
+            .iter()
+            .zip(expected)
+            .zip(row["instruction_id_list"].as_array().unwrap())
+        {
+            all += 1;
+            if json!(instruction.is_followed(response)) != *expected {
+                differ.push((row["key"].clone(), name.clone(), expected.clone()));
+            }
+        }
+        right += usize::from(reward.compute(response, row).unwrap() == 1.);
+        theirs += usize::from(result["follow_all_instructions"] == true);
+    }
+    eprintln!(
+        "{right} and {theirs} of {} responses; {} of {all} instructions differ: {differ:?}",
+        results.len(),
+        differ.len()
+    );
+    // Sentences and languages are found by other rules than those of NLTK and langdetect.
+    assert!(differ.len() * 50 <= all, "{differ:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn solutions_of_humaneval_pass_and_others_do_not() {
+    let Some(rows) = published_lines("humaneval/HumanEval.jsonl") else {
+        return;
+    };
+    let suite = SuiteConfig::find("humaneval").unwrap();
+    let RewardKind::Code(config) = &suite.rewards[0].kind else {
+        panic!("{:?}", suite.rewards[0].kind);
+    };
+    let reward = CodeReward::new(config.clone()).unwrap();
+    let scores = |program: &dyn Fn(&Value) -> String| {
+        let texts: Vec<String> = rows.iter().map(program).collect();
+        let samples: Vec<Sample<'_>> = rows
+            .iter()
+            .zip(&texts)
+            .enumerate()
+            .map(|(group, (row, completion))| Sample {
+                prompt: "",
+                messages: &[],
+                completion,
+                prompt_tokens: &[],
+                completion_tokens: &[],
+                finish_reason: FinishReason::StopToken,
+                columns: row,
+                group,
+            })
+            .collect();
+        let scores = reward.score(&samples).unwrap();
+        scores
+            .iter()
+            .map(|score| score.value().unwrap())
+            .collect::<Vec<f32>>()
+    };
+    let text = |row: &Value, key: &str| row[key].as_str().unwrap().to_owned();
+    let block = |program: String| format!("Here it is:\n```python\n{program}\n```\n");
+    let right = scores(&|row| block(text(row, "prompt") + &text(row, "canonical_solution")));
+    assert_eq!(right.iter().position(|score| *score != 1.), None);
+    // A function without a result.
+    let wrong = scores(&|row| block(text(row, "prompt") + "    return None\n"));
+    assert_eq!(wrong.iter().position(|score| *score != 0.), None);
 }
