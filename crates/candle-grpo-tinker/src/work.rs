@@ -30,7 +30,7 @@ pub(crate) enum Work {
 
 /// Maximum number of tokens in a pass that joins those of other models. With more, the products
 /// take the time, and sharing the base weights saves nothing on a CPU.
-const JOINED_TOKENS: usize = 64;
+const JOINED_TOKENS: usize = 32;
 
 impl Work {
     /// Returns the number of tokens in a pass that may join those of other models.

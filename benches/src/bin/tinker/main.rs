@@ -196,7 +196,7 @@ fn together(
             all[1].push(joined);
         }
     }
-    Ok(all.map(|seconds| median(seconds)))
+    Ok(all.map(median))
 }
 
 fn main() -> Result<()> {

@@ -15,6 +15,9 @@ mod fake_vllm;
 #[path = "../../../candle-grpo-train/tests/train/engines/served_policy.rs"]
 #[allow(dead_code, reason = "the tests of the clients need more of it")]
 mod served_policy;
+#[path = "../../../candle-grpo-train/tests/train/engines/workers.rs"]
+#[allow(dead_code, reason = "the tests of the clients need more of it")]
+mod workers;
 
 use std::sync::Arc;
 

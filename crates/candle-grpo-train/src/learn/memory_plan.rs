@@ -783,8 +783,8 @@ impl Learner<'_> {
         let blocks = recorded.backward.len();
         let exchange = pass.exchange(model, self.compute);
         let most = recorded.backward.iter().copied().max();
-        let activations = output.max(most.unwrap_or(0) + exchange)
-            + self.division.gathered(model, self.compute);
+        let activations =
+            output.max(most.unwrap_or(0) + exchange) + self.division.gathered(model, self.compute);
         let training = if self.division.divides_gradients() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
             // two blocks above are summed over the ranks and freed. Small blocks are summed

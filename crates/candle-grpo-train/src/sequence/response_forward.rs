@@ -340,13 +340,17 @@ impl Packed {
     fn divided(self, batch: &TokenBatch, ranks: &SequenceRanks) -> Result<Self> {
         let tokens = self.tokens.divided(ranks);
         let computed = tokens.computed_rows();
-        let own: HashMap<u32, u32> = match tokens.has_rows() {
-            true => computed.iter().copied().zip(0..).collect(),
-            false => HashMap::new(),
+        let own: HashMap<u32, u32> = if tokens.has_rows() {
+            computed.iter().copied().zip(0..).collect()
+        } else {
+            HashMap::new()
         };
-        let weights = computed.iter().map(|row| match own.contains_key(row) {
-            true => self.weights[*row as usize],
-            false => 0.,
+        let weights = computed.iter().map(|row| {
+            if own.contains_key(row) {
+                self.weights[*row as usize]
+            } else {
+                0.
+            }
         });
         let (b, t) = batch.dims();
         let rows = self.places.flatten_all()?.to_vec1::<u32>()?;

@@ -251,11 +251,7 @@ impl ServerGenerator {
 
     /// Returns whether all servers that are up can receive weights from memory. The first call
     /// connects to them, and logs the reason if one cannot.
-    fn can_use_memory(
-        &self,
-        weights: &PolicyWeights<'_>,
-        progress: &dyn Progress,
-    ) -> Result<bool> {
+    fn can_use_memory(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<bool> {
         if let Some(can) = self.auto.get() {
             return Ok(*can);
         }

@@ -30,14 +30,17 @@ const STACKS: &[(&str, &[&str])] = &[
 /// The checksum of each transferred weight, and of each stack of them.
 type Expected = BTreeMap<String, String>;
 
+/// The checksums of some weights: those in a directory, or those in memory.
+type OfWeights = (PathBuf, Weak<LiveWeights>, Arc<Expected>);
+
 /// Compares the weights of servers with the transferred ones.
 ///
 /// A server may keep some weights in another form: padded, packed for its processor, or divided. So
 /// after its first transfer, the weights with equal checksums are found. They are compared after
 /// each later transfer.
 pub(super) struct WeightCheck {
-    /// The checksums of the last weights: those in a directory, or those in memory.
-    expected: Mutex<Option<(PathBuf, Weak<LiveWeights>, Arc<Expected>)>>,
+    /// The checksums of the last weights.
+    expected: Mutex<Option<OfWeights>>,
     /// The weights to compare on each server, once they are known.
     comparable: Vec<Mutex<Option<BTreeSet<String>>>>,
 }
