@@ -74,6 +74,7 @@ pub use judge::{BudgetExhausted, JudgeConfig, JudgeScore, OnBudget, ScoreReader}
 pub use math::MathReward;
 pub use multiple_choice::MultipleChoiceReward;
 pub use numeric::NumericReward;
+pub use pattern::compile as compile_pattern;
 pub use penalty::{LengthReward, RepetitionReward};
 pub use program_reward::{ProgramConfig, ProgramReward};
 pub use requests::RewardRequests;

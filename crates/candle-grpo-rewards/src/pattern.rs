@@ -11,7 +11,7 @@ use regex_syntax::hir;
 ///
 /// Fails if the pattern is invalid, with the position and the reason, or if it needs too much
 /// memory.
-pub(super) fn compile(pattern: &str) -> Result<Regex, Invalid> {
+pub fn compile(pattern: &str) -> Result<Regex, Invalid> {
     Regex::new(pattern).map_err(|error| {
         let must = match (error, regex_syntax::parse(pattern)) {
             (_, Err(error)) => format!("be a regular expression; {}", reason(&error)),

@@ -22,7 +22,9 @@ use serde_json::Value;
 use super::actor::{divides_weights, division, ensure_dense, ensure_master_weights, stored_form};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
-use super::{DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
+use super::{
+    DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TokenWeight, TurnAdvantage,
+};
 use crate::data::rows::number;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, CriticConfig, SamplingConfig};
@@ -100,6 +102,10 @@ pub struct TrainConfig {
     /// Weights are divided by their mean over the step. Absent: all rows weigh the same.
     pub sample_weight_column: Option<String>,
     /// Resampling of the completions by score, with replacement, after the advantages are computed
+    /// Weights of response tokens by their text, each with a `pattern` and a `weight`, in every
+    /// term of the loss except the entropy and the observations (ms-swift's `loss_scale`). The
+    /// last pattern that matches a token counts. Empty: all tokens weigh the same.
+    pub token_weights: Vec<TokenWeight>,
     /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
     /// Advantages of the turns of trajectories, in place of `recipe.advantage`: `gigpo` or
@@ -201,6 +207,7 @@ impl Default for TrainConfig {
             adapters: None,
             base_weights: BaseWeights::default(),
             reference_refresh: None,
+            token_weights: Vec::new(),
             reward_kl: None,
             adaptive_entropy: None,
             critic: None,
@@ -300,6 +307,10 @@ impl TrainConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
+        for (i, weight) in self.token_weights.iter().enumerate() {
+            let name = format!("token_weights[{i}]");
+            weight.validate().map_err(|error| within(&name, error))?;
+        }
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         self.validate_sharding()?;
         self.validate_old_log_probs()?;

@@ -19,6 +19,7 @@ use super::rollout_log::StepRollouts;
 use super::staleness::staleness_metrics;
 use super::step::{Passes, StepBatch, advantages, signals, update};
 use super::teachers::TeacherChoice;
+use super::token_weights::TokenWeights;
 use super::{Ranks, RolloutLogConfig, RolloutRecord, TrainerState};
 use crate::environment::ensure_some_worked;
 use crate::rollout::PolicyWeights;
@@ -233,6 +234,10 @@ impl<C: ModelConfig> Trainer<C> {
         if config.sample_weight_column.is_some() {
             let weights = self.sample_weights(batch.groups())?;
             batch = batch.with_sample_weights(Tensor::new(weights, device)?);
+        }
+        if let Some(weights) = TokenWeights::new(&config.token_weights)? {
+            let weights = weights.of_batch(batch.tokens(), self.tokenizer(), device)?;
+            batch = batch.with_token_weights(weights);
         }
         let filtered = batch.why_filtered(config)?;
         if filtered.is_some() {

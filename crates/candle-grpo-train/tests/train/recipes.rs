@@ -26,7 +26,9 @@ use candle_grpo_loss::{
 };
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::step::Needs;
-use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh, Teacher, TeacherPart};
+use candle_grpo_train::learn::{
+    OldLogProbs, Reference, ReferenceRefresh, Teacher, TeacherPart, TokenWeight,
+};
 use candle_grpo_train::{
     ComputeDType, Progress, Prompt, RewardFunction, Sample, SamplingConfig, StepMetrics,
     TokenBatch, TrainConfig, TrainerParts, WeightedRewards, evaluate,
@@ -453,6 +455,49 @@ fn a_custom_loss_and_a_custom_estimator_get_the_inputs_that_they_declare() {
     });
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
+}
+
+#[test]
+fn tokens_weigh_what_their_text_does() {
+    let grad_norm = |weights: &[(&str, f64)]| {
+        let weights = weights.iter().map(|(pattern, weight)| TokenWeight {
+            pattern: (*pattern).to_owned(),
+            weight: *weight,
+        });
+        let mut trainer = trainer_of(parts(
+            digest,
+            TrainConfig {
+                token_weights: weights.collect(),
+                ..with_loss(PolicyLoss::default())
+            },
+        ));
+        trainer.step().unwrap().grad_norm.unwrap()
+    };
+    let all = grad_norm(&[]);
+    assert_eq!(grad_norm(&[("(?s).*", 1.)]), all);
+    let half = grad_norm(&[("(?s).*", 0.5)]);
+    assert!((half / all - 0.5).abs() < 1e-5, "{half} {all}");
+    assert_eq!(grad_norm(&[("(?s).*", 0.)]), 0.);
+    // The gradients of the tokens "a" and of the others add up, so neither is longer than their
+    // sum.
+    let (only, others) = (
+        grad_norm(&[("(?s).*", 0.), ("a", 1.)]),
+        grad_norm(&[("a", 0.)]),
+    );
+    assert!(only > 0. && others > 0. && all < only + others + 1e-6);
+    assert!((only - all).abs() > 1e-4 && (others - all).abs() > 1e-4);
+    let config = TrainConfig {
+        token_weights: vec![TokenWeight {
+            pattern: "(".to_owned(),
+            weight: 1.,
+        }],
+        ..common::config()
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("token_weights[0].pattern: \"(\", must be a regular expression"),
+        "{error}"
+    );
 }
 
 /// GRPO's advantages, times the hundreds of each score over their mean.

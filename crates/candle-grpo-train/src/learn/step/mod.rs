@@ -102,6 +102,8 @@ pub struct StepBatch {
     kept: Option<Tensor>,
     /// The weights `[B]` of the completions in the policy term.
     sample_weights: Option<Tensor>,
+    /// The weights `[S, T]` of the tokens in the loss.
+    token_weights: Option<Tensor>,
     advantages: Option<Tensor>,
     returns: Option<Tensor>,
     metrics: MetricValues,
@@ -140,6 +142,7 @@ impl StepBatch {
             computed: Inputs::NONE,
             kept: None,
             sample_weights: None,
+            token_weights: None,
             advantages: None,
             returns: None,
             metrics: MetricValues::default(),
@@ -175,6 +178,14 @@ impl StepBatch {
     #[must_use]
     pub fn with_sample_weights(mut self, weights: Tensor) -> Self {
         self.sample_weights = Some(weights);
+        self
+    }
+
+    /// Sets the weights of the tokens, `[S, T]`, in every term of the loss except the entropy and
+    /// the observations. Denominators do not change.
+    #[must_use]
+    pub fn with_token_weights(mut self, weights: Tensor) -> Self {
+        self.token_weights = Some(weights);
         self
     }
 

@@ -294,7 +294,10 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             }
             let shares = Tensor::new(sequences.trajectory_shares(), tokens.targets().device())?;
             let shares = shares.unsqueeze(1)?.broadcast_as(tokens.dims())?;
-            policy.token_weights = Some(shares.contiguous()?);
+            policy.token_weights = Some(match &policy.token_weights {
+                Some(weights) => (weights * shares)?,
+                None => shares.contiguous()?,
+            });
         }
         if needs.contains(Input::PromptTokens) {
             let (counts, prompts) = count_prompt_tokens(tokens, groups)?;
@@ -353,6 +356,7 @@ impl StepBatch {
         let weights = self.sample_weights.as_ref();
         let weights = weights.map(|weights| self.trajectories.split(weights));
         let sample_weights = weights.transpose()?;
+        let token_weights = self.token_weights.clone();
         Ok(batch.with_policy(|policy| {
             let inputs = inputs.iter();
             let policy = inputs.fold(policy, |policy, (input, tensor)| {
@@ -360,6 +364,7 @@ impl StepBatch {
             });
             PolicyBatch {
                 sample_weights,
+                token_weights,
                 ..policy
             }
         }))

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use candle_grpo_train::environment::{Environments, EpisodeTurn};
-use candle_grpo_train::learn::{OldLogProbs, Reference, StepReturns, TeacherPart, TurnAdvantage};
+use candle_grpo_train::learn::{
+    OldLogProbs, Reference, StepReturns, TeacherPart, TokenWeight, TurnAdvantage,
+};
 use candle_grpo_train::rollout::{Play, Row, Trajectories};
 use candle_grpo_train::run::{BranchPlace, RolloutLogConfig, RolloutRecord, TurnRole};
 use candle_grpo_train::{
@@ -96,6 +98,7 @@ fn in_mini_batches() -> TrainConfig {
 #[case::mean_of_prompts(with_loss(Aggregation::PromptMeanTokenMean))]
 #[case::mini_batches(in_mini_batches())]
 #[case::advantages_of_tokens(reinforce_plus_plus())]
+#[case::weights_of_tokens(with_token_weights())]
 #[case::probabilities_of_tokens(with_advantage(
     r#"{"name": "multi_turn_optimal_token_baseline"}"#
 ))]
@@ -127,6 +130,14 @@ fn branches_train_as_one_sequence_does(#[case] config: TrainConfig) {
 }
 
 fn with_advantage(name: &str) -> TrainConfig {
+fn with_token_weights() -> TrainConfig {
+    let (pattern, weight) = ("a".to_owned(), 0.25);
+    TrainConfig {
+        token_weights: vec![TokenWeight { pattern, weight }],
+        ..with_loss(Aggregation::SeqMeanTokenMean)
+    }
+}
+
     let mut config = with_loss(Aggregation::TokenMean);
     config.recipe.advantage = serde_json::from_str(name).unwrap();
     config
