@@ -33,6 +33,10 @@ pub(crate) struct Report {
     pub(crate) reward: Option<Option<f64>>,
     pub(crate) metrics: BTreeMap<String, f64>,
     pub(crate) is_done: bool,
+    /// Latest text.
+    pub(crate) feedback: Option<String>,
+    /// Latest value for each role that has one.
+    pub(crate) role_rewards: BTreeMap<String, f64>,
 }
 
 #[derive(Debug)]
@@ -247,9 +251,15 @@ impl Episode {
                         }
                         next.metrics.insert(name.clone(), number);
                     }
+                "role" => {}
+                "feedback" => {
+                    let text = value.as_str();
+                    let text = text.ok_or_else(|| Refusal::invalid(name, value, "be a text"))?;
+                    next.feedback = Some(text.to_owned());
+                }
                 }
                 _ => {
-                    let must = "be absent: the fields are value, done and metrics";
+                    let must = "be absent: the fields are value, role, feedback, done and metrics";
                     return Err(Refusal::invalid(name, value, must));
                 }
             }

@@ -525,6 +525,8 @@ impl<'a> Running<'a> {
         let branches = rows.into_iter().map(|row| {
             let (prompt_tokens, completion) = row.tokens.into_parts();
             Row {
+            feedback: report.feedback,
+            role_rewards: report.role_rewards,
                 prompt_tokens,
                 completion,
             }

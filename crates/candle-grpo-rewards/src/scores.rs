@@ -14,6 +14,8 @@ pub struct Scores {
     name: Option<String>,
     numbers: Vec<f32>,
     failures: Vec<Option<ScoreFailure>>,
+    /// One per sample, or none if no sample has any.
+    feedback: Vec<Option<String>>,
     requests: RewardRequests,
 }
 
@@ -46,8 +48,37 @@ impl Scores {
             name: None,
             numbers: scores.iter().map(number).collect(),
             failures: scores.into_iter().map(Score::failure).collect(),
+            feedback: Vec::new(),
             requests: RewardRequests::default(),
         })
+    }
+
+    /// Sets what the reward says about each sample, in words. A teacher may read it.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is not one entry for each sample.
+    pub fn with_feedback(self, feedback: Vec<Option<String>>) -> Result<Self> {
+        ensure!(
+            feedback.len() == self.numbers.len(),
+            "feedback: {} for {} samples, there must be one for each",
+            feedback.len(),
+            self.numbers.len()
+        );
+        let has_any = feedback.iter().any(Option::is_some);
+        let feedback = if has_any { feedback } else { Vec::new() };
+        Ok(Self { feedback, ..self })
+    }
+
+    /// Returns what the reward says about the sample at `place`.
+    pub fn feedback(&self, place: usize) -> Option<&str> {
+        self.feedback.get(place)?.as_deref()
+    }
+
+    /// The feedback of all samples, with `None` for those without any.
+    pub(super) fn all_feedback(&self) -> Vec<Option<String>> {
+        let all = (0..self.numbers.len()).map(|place| self.feedback(place));
+        all.map(|text| text.map(str::to_owned)).collect()
     }
 
     /// Sets the reward's name, for metrics.
@@ -117,8 +148,17 @@ impl Scores {
         self.numbers[place] = f32::NAN;
     }
 
+    /// Sets the score at `place` to a finite number.
+    pub fn set(&mut self, place: usize, number: f32) {
+        self.numbers[place] = number;
+        self.failures[place] = None;
+    }
+
     /// Appends the scores in `other`.
     pub fn extend(&mut self, other: Self) {
+        if !(self.feedback.is_empty() && other.feedback.is_empty()) {
+            self.feedback = [self.all_feedback(), other.all_feedback()].concat();
+        }
         self.numbers.extend(other.numbers);
         self.failures.extend(other.failures);
         self.requests += other.requests;
@@ -128,6 +168,11 @@ impl Scores {
     pub fn replace(&mut self, place: usize, other: &Self, from: usize) {
         self.numbers[place] = other.numbers[from];
         self.failures[place] = other.failures[from];
+        if !(self.feedback.is_empty() && other.feedback.is_empty()) {
+            let mut feedback = self.all_feedback();
+            feedback[place] = other.feedback(from).map(str::to_owned);
+            self.feedback = feedback;
+        }
     }
 
     /// Counts requests for scores that are not among these.
@@ -141,6 +186,10 @@ impl Scores {
         Self {
             name: self.name.clone(),
             numbers: places.clone().map(|place| self.numbers[place]).collect(),
+            feedback: match self.feedback.as_slice() {
+                [] => Vec::new(),
+                all => places.clone().map(|place| all[place].clone()).collect(),
+            },
             failures: places.map(|place| self.failures[place]).collect(),
             requests: RewardRequests::default(),
         }

@@ -69,6 +69,7 @@ impl RewardFunction for WeightedRewards {
             let weighed = scores.iter_scores();
             let weighed = weighed.map(|score| score.map(|number| number * term.weight));
             let weighed = Scores::new(weighed.collect(), samples)?.named(&term.name);
+            let weighed = weighed.with_feedback(scores.all_feedback())?;
             Ok(weighed.with_requests(scores.requests()))
         };
         self.terms

@@ -207,3 +207,20 @@ fn a_stop_string_ends_an_answer_and_is_not_part_of_it() {
     assert_eq!(draws[0].stop, ["END"]);
     assert_eq!(decode(&rollout.completion.tokens), "so END");
 }
+
+#[test]
+fn the_last_feedback_is_that_of_the_episode() {
+    let (rollout, _) = episode(&says(&["one"]), |agent| {
+        agent.say(&json!([user("so?")]));
+        for text in ["Wrong.", "Too short."] {
+            let reply = agent.post("/reward", &json!({"value": 0, "feedback": text}));
+            assert_eq!(reply.status, 200, "{reply:?}");
+        }
+        let reply = agent.post("/reward", &json!({"feedback": null}));
+        let words = "feedback: null, must be a text";
+        assert_eq!(reply.json()["error"]["message"], json!(words));
+        agent.done(json!(1));
+    });
+    let feedback = rollout.episode.unwrap().feedback;
+    assert_eq!(feedback.as_deref(), Some("Too short."));
+}

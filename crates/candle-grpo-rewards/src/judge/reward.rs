@@ -170,6 +170,7 @@ impl JudgeReward {
     fn ask(&self, samples: &[Sample]) -> Result<Scores> {
         let (jobs, of_samples) = self.jobs(samples)?;
         let mut scores = vec![Score::NONE; jobs.len()];
+        let mut replies = vec![None; jobs.len()];
         let mut requests = RewardRequests::default();
         let judge = Arc::clone(&self.judge);
         let work = move |job: Job, stop: &AtomicBool| judge.complete(&job, stop);
@@ -185,6 +186,9 @@ impl JudgeReward {
             };
             left -= 1;
             requests += done.requests;
+            if let Outcome::Reply(reply) = &done.outcome {
+                replies[done.number] = Some(reply.clone());
+            }
             scores[done.number] = self.score_of(done.outcome, &mut last_error)?;
         }
         if let Some(error) = last_error
@@ -192,8 +196,11 @@ impl JudgeReward {
         {
             bail!("failed with every completion so far, the last: {error}");
         }
-        let scores = of_samples.into_iter().map(|number| scores[number]);
-        Ok(Scores::new(scores.collect(), samples)?.with_requests(requests))
+        let feedback = of_samples.iter().map(|&number| replies[number].clone());
+        let scores = of_samples.iter().map(|&number| scores[number]);
+        let scores = Scores::new(scores.collect(), samples)?;
+        let scores = scores.with_feedback(feedback.collect())?;
+        Ok(scores.with_requests(requests))
     }
 
     fn score_of(&self, outcome: Outcome, last_error: &mut Option<String>) -> Result<Score> {

@@ -7,6 +7,20 @@ use crate::Sample;
 use crate::Score;
 use crate::program::{Answer, quoted};
 
+/// A completion's score, and what the program says about it.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Verdict {
+    pub(super) score: Score,
+    pub(super) feedback: Option<String>,
+}
+
+impl From<Score> for Verdict {
+    fn from(score: Score) -> Self {
+        let feedback = None;
+        Self { score, feedback }
+    }
+}
+
 /// Returns the request fields for scoring `sample`.
 pub(super) fn request(sample: &Sample) -> Map<String, Value> {
     let fields = json!({
@@ -22,12 +36,13 @@ pub(super) fn request(sample: &Sample) -> Map<String, Value> {
     }
 }
 
-/// Parses a line: a number or `null`, or an object with one in `score` and perhaps `id`.
-pub(super) fn parse(line: &str) -> Result<Answer<Score>> {
+/// Parses a line: a number or `null`, or an object with one in `score`, and perhaps `id` and
+/// `feedback`.
+pub(super) fn parse(line: &str) -> Result<Answer<Verdict>> {
     from_line(line.trim()).with_context(|| quoted(line))
 }
 
-fn from_line(line: &str) -> Result<Answer<Score>> {
+fn from_line(line: &str) -> Result<Answer<Verdict>> {
     ensure!(!line.is_empty(), "an empty line, must be a score");
     match serde_json::from_str(line) {
         Ok(Value::Object(mut fields)) => {
@@ -35,12 +50,18 @@ fn from_line(line: &str) -> Result<Answer<Score>> {
             let Some(value) = fields.remove("score") else {
                 bail!("must be a number or null, or an object with the number \"score\"")
             };
-            let value = score(&value).context("score")?;
+            let score = score(&value).context("score")?;
+            let feedback = match fields.remove("feedback") {
+                None | Some(Value::Null) => None,
+                Some(Value::String(text)) => Some(text),
+                Some(other) => bail!("feedback: {other}, must be a text or null"),
+            };
+            let value = Verdict { score, feedback };
             Ok(Answer { id, value })
         }
         Ok(value) => Ok(Answer {
             id: None,
-            value: score(&value)?,
+            value: score(&value)?.into(),
         }),
         Err(_) => match score_text(line) {
             Some(score) => Err(not_json(score)).context("score"),
@@ -106,15 +127,26 @@ mod tests {
         #[case] id: Option<u64>,
         #[case] score: f32,
     ) {
-        let value = Score::from(score);
+        let value = Score::from(score).into();
         assert_eq!(parse(line).unwrap(), Answer { id, value });
+    }
+
+    #[test]
+    fn an_object_may_have_feedback() {
+        let feedback = |line: &str| parse(line).unwrap().value.feedback;
+        let line = r#"{"score": null, "feedback": "Too long.", "id": 7}"#;
+        assert_eq!(feedback(line).as_deref(), Some("Too long."));
+        assert_eq!(feedback(r#"{"score": 1, "feedback": null}"#), None);
+        let error = parse(r#"{"score": 1, "feedback": ["a"]}"#).unwrap_err();
+        let words = "feedback: [\"a\"], must be a text or null";
+        assert!(format!("{error:#}").ends_with(words), "{error:#}");
     }
 
     #[rstest]
     #[case("null", None)]
     #[case(r#"{"score": null, "id": 7}"#, Some(7))]
     fn null_is_no_score(#[case] line: &str, #[case] id: Option<u64>) {
-        let value = Score::NONE;
+        let value = Score::NONE.into();
         assert_eq!(parse(line).unwrap(), Answer { id, value });
     }
 

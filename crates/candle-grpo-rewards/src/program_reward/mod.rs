@@ -12,10 +12,11 @@ use candle_grpo_core::validate::{at_least_one, finite};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use self::answer::Verdict;
 use self::worker::{Shared, Worker};
 use super::options::{RewardInputs, RewardOptions};
 use super::weighted::in_parallel;
-use super::{OnFailure, Score};
+use super::{OnFailure, Score, Scores};
 use crate::program::{Program, check_limits};
 use crate::{Progress, RewardFunction, Sample};
 use candle_grpo_base::progress::NoProgress;
@@ -131,8 +132,9 @@ impl RewardOptions for ProgramConfig {
 /// once, and may answer in any order.
 ///
 /// A request is an object with `id`, `prompt`, `completion`, `finish_reason`, `completion_tokens`
-/// (their number) and `columns`. An answer is a number, or an object with the number in `score`.
-/// `null` instead of the number is [`Score::NONE`]. Answers either follow the request order, or
+/// (their number) and `columns`. An answer is a number, or an object with the number in `score`,
+/// which may have a text in `feedback` for a teacher. `null` instead of the number is
+/// [`Score::NONE`]. Answers either follow the request order, or
 /// echo the request's `id` and come in any order.
 ///
 /// The program must answer each line when it comes, flush each answer, write nothing else to
@@ -187,7 +189,7 @@ impl ProgramReward {
 
     /// Scores `samples`, which the workers share. Each of n workers scores every n-th sample, so
     /// the shares do not depend on the workers' speed.
-    fn share_out(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+    fn share_out(&self, samples: &[Sample]) -> Result<Vec<Verdict>> {
         let n = self.workers.len().min(samples.len());
         let shares = self.workers.iter().take(n).enumerate();
         let shares: Vec<(_, Vec<Sample>)> = shares
@@ -200,7 +202,7 @@ impl ProgramReward {
             let progress = self.progress.as_ref();
             lock(worker).score(&self.config, samples, progress, &self.shared)
         });
-        let mut scores = vec![Score::NONE; samples.len()];
+        let mut scores = vec![Verdict::from(Score::NONE); samples.len()];
         for (first, share) in shares.into_iter().enumerate() {
             let places = scores.iter_mut().skip(first).step_by(n);
             places.zip(share?).for_each(|(place, score)| *place = score);
@@ -232,10 +234,16 @@ fn lock(worker: &Mutex<Worker>) -> MutexGuard<'_, Worker> {
 
 impl RewardFunction for ProgramReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
-        let score = || -> Result<Vec<Score>> {
-            let scores = self.share_out(samples)?;
+        Ok(self.scores(samples)?.iter_scores().collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
+        let score = || -> Result<Scores> {
+            let verdicts = self.share_out(samples)?;
             self.ensure_works()?;
-            Ok(scores)
+            let verdicts = verdicts.into_iter();
+            let (scores, feedback) = verdicts.map(|x| (x.score, x.feedback)).unzip();
+            Scores::new(scores, samples)?.with_feedback(feedback)
         };
         score().with_context(|| format!("program {:?}", self.config.command))
     }

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Result, ensure};
 
 use super::ProgramConfig;
-use super::answer::{parse, request};
+use super::answer::{Verdict, parse, request};
+use crate::ScoreFailure;
 use crate::program::{FIRST_ATTEMPTS, Failure, Process, no_answer};
 use crate::{Interrupted, Progress, Sample};
-use crate::{Score, ScoreFailure};
 
 /// A program that is restarted after a failure.
 pub(super) struct Worker {
@@ -50,7 +50,7 @@ impl Worker {
         samples: &[Sample],
         progress: &dyn Progress,
         shared: &Shared,
-    ) -> Result<Vec<Score>> {
+    ) -> Result<Vec<Verdict>> {
         let mut scores = vec![None; samples.len()];
         let mut attempts = 1;
         let mut failed = self.attempt(config, samples, progress, &mut scores, shared)?;
@@ -86,7 +86,8 @@ impl Worker {
                     "{} completions in a row failed, the last: {error:#}",
                     self.failures
                 );
-                score[0] = Some(config.on_timeout.score(config.timeout_score, failure));
+                let instead = config.on_timeout.score(config.timeout_score, failure);
+                score[0] = Some(instead.into());
                 self.last_error = Some(error);
             }
         }
@@ -99,7 +100,7 @@ impl Worker {
         config: &ProgramConfig,
         samples: &[Sample],
         progress: &dyn Progress,
-        scores: &mut [Option<Score>],
+        scores: &mut [Option<Verdict>],
         shared: &Shared,
     ) -> Result<Option<(ScoreFailure, anyhow::Error)>> {
         let mut process = match self.process.take() {

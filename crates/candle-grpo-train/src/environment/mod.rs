@@ -234,6 +234,9 @@ pub struct Step {
     /// Numbers that are summed over the trajectory, by name. Step metrics contain their means over
     /// trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are reserved
     /// names.
+    /// A text about the turn. The policy does not read it, but a teacher may read that of all
+    /// turns.
+    pub feedback: Option<String>,
     pub metrics: BTreeMap<String, f64>,
 }
 

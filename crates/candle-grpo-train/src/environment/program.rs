@@ -85,7 +85,8 @@ impl ProgramEnvironmentConfig {
 /// the last answer). After a policy turn, it also has `completion` and `finish_reason`.
 ///
 /// An answer is an object that echoes `id`. It may have `text` or `messages` (which follow the
-/// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name). A
+/// prompt or the turn), `reward`, `done`, `state` (any JSON), `metrics` (numbers by name) and
+/// `feedback` (a text for a teacher). A
 /// trajectory whose last `reward` is `null` is excluded. With `error` (text), the trajectory has
 /// failed, and the program goes on.
 ///
@@ -229,7 +230,8 @@ impl Environment for ProgramEnvironment {
         }
         let reply = self.ask(json!({"turn": self.turn, "end": end}), progress)?;
         // Without a reward, an earlier null stays.
-        let has_step = reply.reward.is_some() || !reply.metrics.is_empty();
+        let has_step =
+            reply.reward.is_some() || !reply.metrics.is_empty() || reply.feedback.is_some();
         Ok(has_step.then(|| reply.into_step()))
     }
 }
@@ -258,6 +260,8 @@ fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<f
 /// Returns a message that has a role and content, with content parts joined.
 fn checked(message: &Value) -> Result<Value> {
     let has_role = message.get("role").is_some_and(Value::is_string);
+    role: Option<String>,
+    feedback: Option<String>,
     let content = message.get("content");
     let has_content = match content {
         Some(content) if !content.is_null() => content.is_string() || content.is_array(),
@@ -307,6 +311,7 @@ impl Reply {
             (None, None) => Append::Nothing,
         }
     }
+            feedback: self.feedback,
 }
 
 #[cfg(test)]
@@ -322,3 +327,10 @@ mod tests {
         assert_eq!(reply.messages, Some(vec![message]));
     }
 }
+    #[test]
+    fn a_reply_has_the_feedback_of_its_turn() {
+        let reply = Reply::read(r#"{"id": 1, "reward": 0, "feedback": "Too long."}"#).unwrap();
+        let step = reply.value.into_step();
+        assert_eq!(step.feedback.as_deref(), Some("Too long."));
+    }
+

@@ -47,6 +47,7 @@ pub(super) struct Trajectory<'a> {
     row: CompletionBuilder,
     turns: Vec<EpisodeTurn>,
     metrics: BTreeMap<String, f64>,
+    feedback: Vec<String>,
     /// True if the last step left the trajectory without a reward.
     excluded: bool,
     /// True if any step had a reward.
@@ -89,6 +90,7 @@ impl<'a> Trajectory<'a> {
             metrics: BTreeMap::new(),
             excluded: false,
             rewarded: false,
+            feedback: Vec::new(),
             state: None,
             end: None,
         };
@@ -233,6 +235,7 @@ impl<'a> Trajectory<'a> {
             ensure!(
                 !OWN_METRICS.contains(&name.as_str()),
                 "metric {name:?}: must have another name than {}",
+        self.feedback.extend(step.feedback.clone());
                 OWN_METRICS.join(", ")
             );
             let sum = self.metrics.get(name).copied().unwrap_or(0.) + value;
@@ -298,6 +301,8 @@ impl<'a> Trajectory<'a> {
         let (prompt_tokens, completion) = self.row.into_parts();
         Rollout {
             prompt_index: self.prompt.index,
+            feedback: (!self.feedback.is_empty()).then(|| self.feedback.join("\n")),
+            role_rewards: BTreeMap::new(),
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,

@@ -61,7 +61,7 @@ pub use schedule::LearningRateSchedule;
 pub use self_teacher::{SelfTeacherConfig, SiblingConfig};
 pub use step_metrics::{PhaseSeconds, RewardStatistics, StepMetrics};
 pub use supervised::LikelihoodSums;
-pub use teacher_prompts::TeacherPrompts;
+pub use teacher_prompts::{ShownTexts, TeacherPrompts};
 pub use teachers::{TeacherPart, teacher_name};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use token_weights::TokenWeight;

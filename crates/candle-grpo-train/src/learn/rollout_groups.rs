@@ -93,6 +93,16 @@ impl RolloutGroups {
         requests
     }
 
+    /// Returns what the environment and the rewards say about a completion, in words.
+    pub(super) fn feedback(&self, completion: usize) -> Option<String> {
+        let episode = self.rollouts[completion].episode.as_ref();
+        let environment = episode.and_then(|episode| episode.feedback.as_deref());
+        let rewards = self.components.iter();
+        let rewards = rewards.filter_map(|component| component.feedback(completion));
+        let all: Vec<&str> = environment.into_iter().chain(rewards).collect();
+        (!all.is_empty()).then(|| all.join("\n\n"))
+    }
+
     /// Adds the request counts in `others`.
     pub(crate) fn add_requests(&mut self, others: &Self) {
         for (component, other) in self.components.iter_mut().zip(&others.components) {

@@ -47,6 +47,10 @@ pub struct SelfTeacherConfig {
     /// Shows the best other completion of the group to the teacher (SDPO). `{sibling}` in `prompt`
     /// stands for its text. Without one, a completion has no teacher. Absent: none is shown.
     pub sibling: Option<SiblingConfig>,
+    /// Shows the teacher what the environment and the rewards said about the completion (SDPO):
+    /// `{feedback}` in `prompt` stands for the texts of programs, environments, agents and judges.
+    /// Without any, a completion has no teacher.
+    pub feedback: bool,
     /// Updates of the teacher from the policy, with the keys of `reference_refresh`:
     /// `{every_steps: 1, alpha: 0.05}` is a moving average, and `{every_steps: 10}` copies the
     /// policy every 10 steps. Absent: the teacher is the initial policy.
@@ -116,7 +120,7 @@ impl SelfTeacherConfig {
     pub fn prompts(&self, chat_template: Option<ChatTemplate>) -> Result<TeacherPrompts> {
         let source = (self.prompt.as_deref(), self.prompt_column.as_deref());
         let min_reward = self.sibling.map(|sibling| sibling.min_reward);
-        TeacherPrompts::new(source, min_reward, chat_template)
+        TeacherPrompts::new(source, (min_reward, self.feedback), chat_template)
     }
 }
 

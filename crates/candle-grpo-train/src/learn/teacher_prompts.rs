@@ -19,7 +19,19 @@ pub struct TeacherPrompts {
     source: Source,
     /// The smallest reward of a completion that the template shows, if it shows one.
     min_reward: Option<f64>,
+    /// True if the template shows what the rewards said about the completion.
+    shows_feedback: bool,
     chat_template: Option<ChatTemplate>,
+}
+
+/// Texts about one completion that a template shows, beside its row.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ShownTexts<'a> {
+    /// The text of another completion, if the template [shows one](TeacherPrompts::shows_sibling).
+    pub sibling: Option<&'a str>,
+    /// The feedback of the environment and the rewards, if the template [shows
+    /// it](TeacherPrompts::shows_feedback).
+    pub feedback: Option<&'a str>,
 }
 
 #[derive(Debug, Clone)]
@@ -32,7 +44,7 @@ impl TeacherPrompts {
     /// Creates the prompts of a template or a column, of which there is one.
     pub(super) fn new(
         (prompt, prompt_column): (Option<&str>, Option<&str>),
-        min_reward: Option<f64>,
+        (min_reward, shows_feedback): (Option<f64>, bool),
         chat_template: Option<ChatTemplate>,
     ) -> Result<Self> {
         let source = match (prompt, prompt_column) {
@@ -47,16 +59,18 @@ impl TeacherPrompts {
                 return Err(Invalid::new("prompt_column", "given", must).into());
             }
         };
-        let shows = |source: &Source| match source {
-            Source::Template(template) => template.has_column(SIBLING),
-            Source::Column(_) => false,
-        };
-        let must = "be absent unless prompt contains {sibling}";
-        let is_valid = min_reward.is_none() || shows(&source);
-        check(is_valid, "sibling", "given", must)?;
+        for (name, is_given) in [(SIBLING, min_reward.is_some()), (FEEDBACK, shows_feedback)] {
+            let is_shown = match &source {
+                Source::Template(template) => template.has_column(name),
+                Source::Column(_) => false,
+            };
+            let must = format!("be absent unless prompt contains {{{name}}}");
+            check(!is_given || is_shown, name, "given", must.as_str())?;
+        }
         Ok(Self {
             source,
             min_reward,
+            shows_feedback,
             chat_template,
         })
     }
@@ -64,6 +78,11 @@ impl TeacherPrompts {
     /// Returns whether the prompts show another completion of the group.
     pub fn shows_sibling(&self) -> bool {
         self.min_reward.is_some()
+    }
+
+    /// Returns whether the prompts show what the environment and the rewards said.
+    pub fn shows_feedback(&self) -> bool {
+        self.shows_feedback
     }
 
     /// Returns the completion that the teacher of completion `of` sees: the first with the highest
@@ -77,8 +96,7 @@ impl TeacherPrompts {
         best.map(|(i, _)| i)
     }
 
-    /// Returns the tokens that the teacher reads in place of `prompt`, with the text of another
-    /// completion if it [shows one](Self::shows_sibling).
+    /// Returns the tokens that the teacher reads in place of `prompt`.
     ///
     /// # Errors
     ///
@@ -87,17 +105,17 @@ impl TeacherPrompts {
     pub fn tokens(
         &self,
         prompt: &Prompt,
-        sibling: Option<&str>,
+        shown: ShownTexts<'_>,
         tokenizer: &Tokenizer,
     ) -> Result<Vec<u32>> {
-        let tokens = self.try_tokens(prompt, sibling, tokenizer);
+        let tokens = self.try_tokens(prompt, shown, tokenizer);
         tokens.with_context(|| format!("the teacher's prompt {}", prompt.index))
     }
 
     fn try_tokens(
         &self,
         prompt: &Prompt,
-        sibling: Option<&str>,
+        shown: ShownTexts<'_>,
         tokenizer: &Tokenizer,
     ) -> Result<Vec<u32>> {
         let (mut messages, prefill) = without_prefill(prompt);
@@ -106,8 +124,10 @@ impl TeacherPrompts {
         let text = match &self.source {
             Source::Template(template) => {
                 let own = own.context("the last message of the policy's prompt has no text")?;
-                let sibling = sibling.map(|text| (SIBLING, text));
-                let texts: Vec<_> = [("prompt", own)].into_iter().chain(sibling).collect();
+                let sibling = shown.sibling.map(|text| (SIBLING, text));
+                let feedback = shown.feedback.map(|text| (FEEDBACK, text));
+                let texts = [("prompt", own)].into_iter().chain(sibling);
+                let texts: Vec<_> = texts.chain(feedback).collect();
                 template.fill_with(&texts, &prompt.columns)?
             }
             Source::Column(name) => match column(&prompt.columns, name)? {
@@ -155,6 +175,9 @@ impl TeacherPrompts {
 
 /// The name of the shown completion in a template.
 const SIBLING: &str = "sibling";
+
+/// The name of what the environment and the rewards said in a template.
+const FEEDBACK: &str = "feedback";
 
 /// Returns the messages of a prompt, and the start of the answer that follows them.
 fn without_prefill(prompt: &Prompt) -> (Vec<Value>, &str) {

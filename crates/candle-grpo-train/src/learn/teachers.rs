@@ -15,7 +15,7 @@ use tokenizers::Tokenizer;
 use super::actor::Actor;
 use super::rollout_groups::RolloutGroups;
 use super::self_teacher::{SelfTeacher, SelfTeacherConfig};
-use super::teacher_prompts::TeacherPrompts;
+use super::teacher_prompts::{ShownTexts, TeacherPrompts};
 use crate::rollout::decode::decode_answers;
 use crate::teacher::Teacher;
 use crate::{ChatTemplate, Prompt, Rollout, SamplingConfig, TrainConfig};
@@ -260,20 +260,34 @@ impl TeacherChoice {
             let own = group * n..(group + 1) * n;
             let (rollouts, rewards) = (&groups.rollouts[own.clone()], &groups.scores[own]);
             let taught = match &reader.prompts {
-                Some(source) if source.shows_sibling() => {
-                    let texts = decode_answers(rollouts, sampling, tokenizer)?;
+                Some(source) if source.shows_sibling() || source.shows_feedback() => {
+                    let texts = if source.shows_sibling() {
+                        decode_answers(rollouts, sampling, tokenizer)?
+                    } else {
+                        Vec::new()
+                    };
                     let taught = (0..n).map(|number| -> Result<Option<TaughtBy>> {
-                        let Some(sibling) = source.sibling(number, rewards) else {
+                        let sibling = source.sibling(number, rewards);
+                        let feedback = groups.feedback(group * n + number);
+                        let feedback = feedback.filter(|_| source.shows_feedback());
+                        let lacks_sibling = source.shows_sibling() && sibling.is_none();
+                        let lacks_feedback = source.shows_feedback() && feedback.is_none();
+                        if lacks_sibling || lacks_feedback {
                             return Ok(None);
+                        }
+                        let shown = ShownTexts {
+                            sibling: sibling.map(|sibling| texts[sibling].as_str()),
+                            feedback: feedback.as_deref(),
                         };
-                        let read = source.tokens(prompt, Some(&texts[sibling]), tokenizer)?;
+                        let read = source.tokens(prompt, shown, tokenizer)?;
                         Ok(Some(taught_by(Some(read))))
                     });
                     taught.collect::<Result<Vec<_>>>()?
                 }
                 source => {
                     let read = source.as_ref();
-                    let read = read.map(|source| source.tokens(prompt, None, tokenizer));
+                    let nothing = ShownTexts::default();
+                    let read = read.map(|source| source.tokens(prompt, nothing, tokenizer));
                     vec![Some(taught_by(read.transpose()?)); n]
                 }
             };

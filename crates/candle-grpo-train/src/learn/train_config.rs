@@ -660,6 +660,28 @@ impl TrainConfig {
         check::check(
             !divides,
             "micro_batch_tokens and resampling",
+    fn validate_role_baselines(&self) -> Result<()> {
+        let Some(baselines) = &self.role_baselines else {
+            return Ok(());
+        };
+        baselines
+            .validate()
+            .map_err(|error| within("role_baselines", error.into()))?;
+        for (other, must) in [
+            (
+                self.turn_advantage.is_some(),
+                "be absent with turn_advantage, which also replaces recipe.advantage",
+            ),
+            (
+                self.critic.is_some(),
+                "be absent with a critic, whose returns it does not compute",
+            ),
+        ] {
+            check::check(!other, "role_baselines", "given", must)?;
+        }
+        Ok(())
+    }
+
             "given",
             "be absent with recipe.policy_loss.surrogate, which compares the completions of a group",
         )?;

@@ -23,6 +23,13 @@ pub struct Episode {
     pub unrewarded: bool,
     /// Sums over [`Step::metrics`](crate::environment::Step::metrics).
     pub metrics: BTreeMap<String, f64>,
+    /// The environment's text about the trajectory. A teacher may read it.
+    #[serde(default)]
+    pub feedback: Option<String>,
+    /// Rewards of roles, in place of the turns' rewards, for the rows with these
+    /// [roles](crate::Rollout::role).
+    #[serde(default)]
+    pub role_rewards: BTreeMap<String, f64>,
 }
 
 /// A policy turn in its trajectory.
@@ -152,6 +159,8 @@ mod tests {
             excluded: false,
             unrewarded: false,
             metrics: calls.map(|n| ("calls".to_owned(), n)).into_iter().collect(),
+            feedback: None,
+            role_rewards: BTreeMap::new(),
         }
     }
 

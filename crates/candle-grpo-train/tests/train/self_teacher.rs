@@ -14,8 +14,8 @@ use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig};
 use candle_grpo_test_support::{device, message, stay_on_cpu};
 use candle_grpo_train::learn::step::{self, Needs, Passes, TaughtBy};
 use candle_grpo_train::learn::{
-    MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, SiblingConfig,
-    TeacherPart,
+    MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, ShownTexts,
+    SiblingConfig, TeacherPart,
 };
 use candle_grpo_train::run::RolloutRecord;
 use candle_grpo_train::{
@@ -378,15 +378,15 @@ fn with_sibling(config: SelfTeacherConfig, min_reward: f64) -> SelfTeacherConfig
     }
 }
 
-/// The teacher of a completion sees the best other one of its group.
-#[test]
-fn a_teacher_sees_the_best_sibling() {
-    stay_on_cpu();
-    let mut config = two_terms();
-    config.recipe.policy_loss.kl = None;
-    let sibling = with_sibling(source(Some("{prompt}e{sibling}"), None), 0.5);
+/// Checks a step of the policy that learns from itself, beside the same step by hand. `read`
+/// returns what the teacher of a completion in a group reads.
+fn assert_teacher_reads(
+    config: SelfTeacherConfig,
+    reward: impl RewardFunction + 'static,
+    read: impl Fn(&[RolloutRecord], usize) -> Option<String>,
+) {
     let teacher = TeacherPart::Own {
-        config: sibling,
+        config,
         chat_template: None,
     };
     let mut trainer = trainer_of(TrainerParts {
@@ -434,6 +434,71 @@ fn a_teacher_sees_the_best_sibling() {
     let share = taught as f64 / records.len() as f64;
     assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
     let found = metrics.policy["teacher_log_ratio"];
+/// The best other completion of the group with at least this reward.
+fn best_sibling(group: &[RolloutRecord], of: usize, min_reward: f32) -> Option<&str> {
+    let others = group.iter().enumerate().filter(|(j, _)| *j != of);
+    let mut best: Option<&RolloutRecord> = None;
+    for (_, other) in others {
+        let is_better = best.is_none_or(|best| other.reward > best.reward);
+        if other.reward >= Some(min_reward) && is_better {
+            best = Some(other);
+        }
+    }
+    best.map(|best| best.completion.as_str())
+}
+
+#[test]
+fn a_teacher_sees_the_best_sibling() {
+    stay_on_cpu();
+    let config = with_sibling(source(Some("{prompt}e{sibling}"), None), 0.5);
+    assert_teacher_reads(config, digest, |group, i| {
+        let sibling = best_sibling(group, i, 0.5)?;
+        Some(format!("{}e{sibling}", group[i].prompt))
+    });
+}
+
+/// Repeats the second letter of a completion, if it has one.
+struct Critic;
+
+fn criticism(completion: &str) -> Option<String> {
+    completion
+        .chars()
+        .nth(1)
+        .map(|letter| letter.to_string().repeat(3))
+}
+
+impl RewardFunction for Critic {
+    fn score(&self, samples: &[Sample]) -> anyhow::Result<Vec<Score>> {
+        Ok(samples.iter().map(|sample| digest(sample).into()).collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> anyhow::Result<Scores> {
+        let feedback = samples.iter().map(|sample| criticism(sample.completion));
+        Scores::new(self.score(samples)?, samples)?.with_feedback(feedback.collect())
+    }
+}
+
+#[test]
+fn a_teacher_sees_the_feedback() {
+    stay_on_cpu();
+    let shows = |prompt| SelfTeacherConfig {
+        feedback: true,
+        ..source(Some(prompt), None)
+    };
+    // A sum passes on what its terms say.
+    let reward = || WeightedRewards::new().with("critic", 0.5, Critic);
+    assert_teacher_reads(shows("{feedback}{prompt}d"), reward(), |group, i| {
+        let feedback = criticism(&group[i].completion)?;
+        Some(format!("{feedback}{}d", group[i].prompt))
+    });
+    let both = with_sibling(shows("{feedback}{prompt}{sibling}"), 0.1);
+    assert_teacher_reads(both, reward(), |group, i| {
+        let feedback = criticism(&group[i].completion)?;
+        let sibling = best_sibling(group, i, 0.1)?;
+        Some(format!("{feedback}{}{sibling}", group[i].prompt))
+    });
+}
+
     assert!(
         (found - sum / count).abs() < 1e-4,
         "{found} {}",
@@ -508,7 +573,7 @@ fn text(
 ) -> anyhow::Result<String> {
     let template = template.map(ChatTemplate::new).transpose()?;
     let tokens = config.prompts(template)?;
-    let tokens = tokens.tokens(prompt, None, &tokenizer())?;
+    let tokens = tokens.tokens(prompt, ShownTexts::default(), &tokenizer())?;
     let text = tokenizer().decode(&tokens, false);
     text.map_err(|error| anyhow::anyhow!("{error}"))
 }
@@ -616,6 +681,13 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
             "sibling: given, must be absent unless prompt contains {sibling}",
         ),
         (
+        (
+            SelfTeacherConfig {
+                feedback: true,
+                ..source(Some("{prompt}"), None)
+            },
+            "feedback: given, must be absent unless prompt contains {feedback}",
+        ),
             with_sibling(source(None, Some("a")), 1.),
             "sibling: given, must be absent unless prompt contains {sibling}",
         ),

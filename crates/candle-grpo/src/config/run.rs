@@ -461,7 +461,7 @@ impl RunConfig {
             || tokens.distillation.is_some();
         let mut teachers = self.teacher.iter().flat_map(TeacherConfig::each).peekable();
         let is_given = teachers.peek().is_some();
-        let compares = |own: &SelfTeacherConfig| own.sibling.is_some();
+        let compares = |own: &SelfTeacherConfig| own.sibling.is_some() || own.feedback;
         is_signal && is_given && !teachers.any(|(.., x)| x.own.as_ref().is_some_and(compares))
     }
 

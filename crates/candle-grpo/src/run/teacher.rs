@@ -7,7 +7,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_grpo_collective::Collective;
 use candle_grpo_nn::{BaseWeights, DecoderConfig};
-use candle_grpo_train::learn::{Reference, SelfTeacherConfig, Teacher, TeacherPart, teacher_name};
+use candle_grpo_train::learn::{
+    Reference, SelfTeacherConfig, ShownTexts, Teacher, TeacherPart, teacher_name,
+};
 use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{Dataset, Pretrained, Prompt};
 
@@ -133,11 +135,14 @@ pub(super) fn self_teacher(
         return Ok(None);
     };
     let prompts = own.prompts(config.chat_template(pretrained)?)?;
-    let sibling = own.sibling.map(|_| "");
+    let shown = ShownTexts {
+        sibling: own.sibling.map(|_| ""),
+        feedback: own.feedback.then_some(""),
+    };
     let taught = prompts_by_teacher(config, train).remove(name);
     let mut longest = 0;
     for prompt in taught.unwrap_or_default() {
-        let tokens = prompts.tokens(prompt, sibling, &pretrained.tokenizer);
+        let tokens = prompts.tokens(prompt, shown, &pretrained.tokenizer);
         let tokens = tokens.with_context(|| match dataset.train.get(prompt.index as usize) {
             Some(row) => row.place(),
             None => format!("prompt {}", prompt.index),
@@ -153,9 +158,11 @@ pub(super) fn self_teacher(
         );
         return Err(config.error(&format!("{key}.self"), &message).into());
     }
-    if sibling.is_some() {
-        // Without a teacher if they do not fit.
-        longest = longest.saturating_add(length).min(most);
+    // Each is assumed to be as long as a completion. A completion has no teacher if they do not
+    // fit.
+    let shown = usize::from(own.sibling.is_some()) + usize::from(own.feedback);
+    if shown > 0 {
+        longest = longest.saturating_add(shown * length).min(most);
     }
     Ok(Some((own.clone(), longest)))
 }

@@ -690,3 +690,26 @@ fn slow_environments_answer_at_the_same_time() {
     let prompts = prompts(&["abc"]);
     sampler.sample(&[&prompts[0]], 8, 0).unwrap();
 }
+
+/// Says something about each turn but the first.
+struct Comments;
+
+impl Environment for Comments {
+    fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        Ok(Step {
+            done: turn.number == 2,
+            feedback: (turn.number > 0).then(|| format!("turn {}", turn.number)),
+            ..Step::default()
+        })
+    }
+}
+
+#[test]
+fn the_feedback_of_all_turns_is_that_of_the_trajectory() {
+    let factory = |_: &EpisodeStart<'_>| -> Result<Comments> { Ok(Comments) };
+    let sampler = sampler(long()).with_environments(environments(factory));
+    let prompts = prompts(&["abc"]);
+    let rollout = sampler.sample(&[&prompts[0]], 1, 0).unwrap().remove(0);
+    let feedback = rollout.episode.unwrap().feedback;
+    assert_eq!(feedback.as_deref(), Some("turn 1\nturn 2"));
+}
