@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_grpo_base::clock::running_time;
 use candle_grpo_base::server::Key;
-use candle_grpo_train::environment::OWN_METRICS;
+use candle_grpo_train::environment::{AgentConfig, OWN_METRICS};
 use serde_json::Value;
 use tokio::sync::watch;
 
@@ -20,6 +20,8 @@ pub(crate) struct Episode {
     pub(crate) key: Key,
     /// The prompt's dataset row.
     pub(crate) row: Value,
+    /// The roles that requests name as their model; empty: they may name any model.
+    pub(crate) roles: Vec<String>,
     max_requests: usize,
     takes_rewards: bool,
     bell: Arc<Bell>,
@@ -31,12 +33,12 @@ pub(crate) struct Episode {
 pub(crate) struct Report {
     /// Latest value; null is `Some(None)`.
     pub(crate) reward: Option<Option<f64>>,
-    pub(crate) metrics: BTreeMap<String, f64>,
-    pub(crate) is_done: bool,
     /// Latest text.
     pub(crate) feedback: Option<String>,
     /// Latest value for each role that has one.
     pub(crate) role_rewards: BTreeMap<String, f64>,
+    pub(crate) metrics: BTreeMap<String, f64>,
+    pub(crate) is_done: bool,
 }
 
 #[derive(Debug)]
@@ -85,13 +87,8 @@ pub(crate) struct Identity {
 }
 
 impl Episode {
-    pub(crate) fn new(
-        id: String,
-        row: Value,
-        max_requests: usize,
-        takes_rewards: bool,
-        bell: Arc<Bell>,
-    ) -> Self {
+    /// Opens an episode of the agents of `config`.
+    pub(crate) fn new(id: String, row: Value, config: &AgentConfig, bell: Arc<Bell>) -> Self {
         let state = State {
             report: Report::default(),
             slots: Vec::new(),
@@ -105,8 +102,9 @@ impl Episode {
             id,
             key: Key::random(),
             row,
-            max_requests,
-            takes_rewards,
+            roles: config.roles.clone(),
+            max_requests: config.max_requests,
+            takes_rewards: config.reports_rewards,
             bell,
             state: Mutex::new(state),
         }
@@ -133,6 +131,26 @@ impl Episode {
     /// Records why the episode failed.
     pub(crate) fn fail(&self, message: String) {
         self.state().failure.get_or_insert(message);
+    }
+
+    /// Returns the role that a request for this model plays, if there are roles.
+    pub(crate) fn role(&self, model: &str) -> Result<Option<String>, Refusal> {
+        if self.roles.is_empty() {
+            return Ok(None);
+        }
+        self.ensure_role("model", model)?;
+        Ok(Some(model.to_owned()))
+    }
+
+    fn ensure_role(&self, field: &str, role: &str) -> Result<(), Refusal> {
+        if self.roles.iter().any(|known| known == role) {
+            return Ok(());
+        }
+        let must = match self.roles.as_slice() {
+            [] => "be absent: the run has no roles (environment.roles)".to_owned(),
+            roles => format!("be one of environment.roles: {}", roles.join(", ")),
+        };
+        Err(Refusal::invalid(field, format!("{role:?}"), &must))
     }
 
     /// Counts a request.
@@ -217,9 +235,28 @@ impl Episode {
         let Value::Object(fields) = body else {
             return Err(Refusal::invalid("body", body, "be a JSON object"));
         };
+        let role = match fields.get("role") {
+            None => None,
+            Some(role) => {
+                let name = role.as_str();
+                let name = name.ok_or_else(|| Refusal::invalid("role", role, "be a text"))?;
+                self.ensure_role("role", name)?;
+                if !fields.get("value").is_some_and(Value::is_number) {
+                    let value = fields.get("value").unwrap_or(&Value::Null);
+                    return Err(Refusal::invalid("value", value, "be a number with a role"));
+                }
+                Some(name)
+            }
+        };
         let mut next = self.state().report.clone();
         for (name, value) in fields {
             match name.as_str() {
+                "role" => {}
+                "feedback" => {
+                    let text = value.as_str();
+                    let text = text.ok_or_else(|| Refusal::invalid(name, value, "be a text"))?;
+                    next.feedback = Some(text.to_owned());
+                }
                 "value" if value.is_null() => next.reward = Some(None),
                 "value" => {
                     let number = value.as_f64().filter(|x| (*x as f32).is_finite());
@@ -229,7 +266,12 @@ impl Episode {
                         let must = "be null or absent: the run has rewards (reports_rewards)";
                         return Err(Refusal::invalid(name, value, must));
                     }
-                    next.reward = Some(Some(number));
+                    match role {
+                        Some(role) => {
+                            next.role_rewards.insert(role.to_owned(), number);
+                        }
+                        None => next.reward = Some(Some(number)),
+                    }
                 }
                 "done" => {
                     let done = value.as_bool();
@@ -251,12 +293,6 @@ impl Episode {
                         }
                         next.metrics.insert(name.clone(), number);
                     }
-                "role" => {}
-                "feedback" => {
-                    let text = value.as_str();
-                    let text = text.ok_or_else(|| Refusal::invalid(name, value, "be a text"))?;
-                    next.feedback = Some(text.to_owned());
-                }
                 }
                 _ => {
                     let must = "be absent: the fields are value, role, feedback, done and metrics";

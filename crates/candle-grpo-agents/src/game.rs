@@ -226,8 +226,7 @@ impl<'a> Running<'a> {
         let episode = Arc::new(Episode::new(
             random_id(),
             prompt.columns.clone(),
-            config.max_requests,
-            config.reports_rewards,
+            config,
             Arc::clone(&agents.bell),
         ));
         let is_offered = config.command.is_empty() || agents.workers.is_some();
@@ -347,7 +346,7 @@ impl<'a> Running<'a> {
             variables: &self.prompt.variables,
             prompt: &self.prompt.tokens,
         };
-        let draft = self.transcript.draft(&request.input, setting)?;
+        let draft = self.transcript.draft(request, setting)?;
         match self.room(&draft, request, play) {
             Ok(room) => {
                 self.answers += 1;
@@ -475,7 +474,13 @@ impl<'a> Running<'a> {
     fn into_rollout(mut self, mut end: EpisodeEnd) -> Rollout {
         let report = self.episode.close();
         self.process = None;
-        let unrewarded = self.agents.config.reports_rewards && report.reward.is_none();
+        let of_roles = &report.role_rewards;
+        let reward = report.reward.unwrap_or_else(|| {
+            let mean = of_roles.values().sum::<f64>() / of_roles.len() as f64;
+            (!of_roles.is_empty()).then_some(mean)
+        });
+        let is_reported = report.reward.is_some() || reward.is_some();
+        let unrewarded = self.agents.config.reports_rewards && !is_reported;
         let transcript = std::mem::take(&mut self.transcript);
         if transcript.answers() == 0 && !matches!(end, EpisodeEnd::Failed(_)) {
             end = EpisodeEnd::Failed(format!("the agent ended without an answer ({end:?})"));
@@ -495,11 +500,11 @@ impl<'a> Running<'a> {
         metrics.insert("requests".to_owned(), count(self.episode.received()));
         let mut rows = transcript.into_rows();
         metrics.insert("rows".to_owned(), count(rows.len()));
-        let (main, ranges) = match rows.pop() {
-            Some(row) => (row.tokens.into_parts(), row.turns),
+        let (main, ranges, role) = match rows.pop() {
+            Some(row) => (row.tokens.into_parts(), row.turns, row.role),
             None => {
                 let row = CompletionBuilder::without_turns(self.prompt.tokens.clone());
-                (row.into_parts(), std::iter::once(0..1).collect())
+                (row.into_parts(), std::iter::once(0..1).collect(), None)
             }
         };
         let mut turns: Vec<EpisodeTurn> = ranges
@@ -511,7 +516,7 @@ impl<'a> Running<'a> {
             })
             .collect();
         if let Some(last) = turns.last_mut() {
-            last.reward = report.reward.flatten().unwrap_or(0.);
+            last.reward = reward.unwrap_or(0.);
         }
         let episode = Outcome {
             turns,
@@ -520,15 +525,16 @@ impl<'a> Running<'a> {
             excluded: report.reward == Some(None),
             unrewarded,
             metrics,
+            feedback: report.feedback,
+            role_rewards: report.role_rewards,
         };
         let (prompt_tokens, completion) = main;
         let branches = rows.into_iter().map(|row| {
             let (prompt_tokens, completion) = row.tokens.into_parts();
             Row {
-            feedback: report.feedback,
-            role_rewards: report.role_rewards,
                 prompt_tokens,
                 completion,
+                role: row.role,
             }
         });
         Rollout {
@@ -536,6 +542,7 @@ impl<'a> Running<'a> {
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
+            role,
             episode: Some(self.agents.limits.settle(episode)),
             branches: branches.collect(),
         }

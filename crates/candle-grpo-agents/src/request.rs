@@ -11,6 +11,8 @@ use crate::message::Message;
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) input: Input,
+    /// The role that the policy plays, if the run has roles.
+    pub(crate) role: Option<String>,
     /// True if the answer's tool calls are moved out of its text.
     pub(crate) parses_calls: bool,
     pub(crate) max_tokens: Option<usize>,

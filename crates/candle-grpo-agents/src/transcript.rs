@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use crate::message::Message;
-use crate::request::{Input, Refusal};
+use crate::request::{Input, Refusal, Request};
 
 /// Marks turn numbers that derive from tokens, for the random numbers.
 const OF_TOKENS: u64 = 1 << 63;
@@ -32,6 +32,8 @@ pub(crate) struct Row {
     pub(crate) tokens: CompletionBuilder,
     /// Answers, as ranges in the completion.
     pub(crate) turns: Vec<Range<usize>>,
+    /// The role that the policy plays in it.
+    pub(crate) role: Option<String>,
     /// True if the row's prompt is the episode's.
     is_main: bool,
 }
@@ -70,7 +72,8 @@ pub(crate) struct Draft {
     /// Turn number for the random numbers.
     pub(crate) turn: u64,
     said: Said,
-    /// Digest over the tokens.
+    role: Option<String>,
+    /// Digest over the role and the tokens.
     pub(crate) digest: [u8; 32],
 }
 
@@ -87,9 +90,15 @@ pub(crate) struct Setting<'a> {
 impl Transcript {
     /// Places a request. A request that extends an earlier question and its answer continues the
     /// answer's row. If another request has already done so, it starts a branch: a row whose prompt
-    /// contains everything sampled up to there. Any other request begins its own row.
-    pub(crate) fn draft(&mut self, input: &Input, setting: Setting<'_>) -> Result<Draft, Refusal> {
-        let (from, tokens, said) = match input {
+    /// contains everything sampled up to there. So does a request in another role. Any other
+    /// request begins its own row.
+    pub(crate) fn draft(
+        &mut self,
+        request: &Request,
+        setting: Setting<'_>,
+    ) -> Result<Draft, Refusal> {
+        let role = &request.role;
+        let (from, tokens, said) = match &request.input {
             Input::Chat {
                 messages,
                 tools,
@@ -120,8 +129,17 @@ impl Transcript {
                 (from.map(|(at, _)| at), tokens.clone(), Said::Tokens)
             }
         };
-        let continued = from.filter(|&at| !self.answers[at].is_continued);
-        let digest = digest(&tokens);
+        let continues =
+            |answer: &Drawn| !answer.is_continued && self.rows[answer.row].role == *role;
+        let continued = from.filter(|&at| continues(&self.answers[at]));
+        let digest = match role {
+            None => digest(&tokens),
+            Some(role) => Sha256::new()
+                .chain_update(digest(&tokens))
+                .chain_update(role)
+                .finalize()
+                .into(),
+        };
         let earlier = self.drafts.entry(digest).or_default();
         let number = *earlier;
         *earlier += 1;
@@ -132,13 +150,17 @@ impl Transcript {
                 let row = &self.rows[answer.row];
                 row.is_main.then_some(row.turns.len() as u64)
             }
-            None => (from.is_none() && number == 0 && tokens == setting.prompt).then_some(0),
+            None => {
+                let is_first = from.is_none() && number == 0 && role.is_none();
+                (is_first && tokens == setting.prompt).then_some(0)
+            }
         };
         Ok(Draft {
             continued,
             turn: main.unwrap_or_else(|| OF_TOKENS | of_tokens(&digest, number)),
             tokens,
             said,
+            role: role.clone(),
             digest,
         })
     }
@@ -185,6 +207,7 @@ impl Transcript {
                 self.rows.push(Row {
                     tokens: CompletionBuilder::new(draft.tokens),
                     turns: Vec::new(),
+                    role: draft.role,
                     is_main: draft.turn == 0,
                 });
                 self.rows.len() - 1

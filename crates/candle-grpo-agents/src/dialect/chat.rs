@@ -37,6 +37,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let log_probs = fields.flag("logprobs")?;
     let limit = fields.count("max_completion_tokens")?;
     let request = Request {
+        role: None,
         input: Input::chat(messages(&fields)?, tools.filter(|_| calls)),
         parses_calls: calls,
         max_tokens: limit.or(fields.count("max_tokens")?),

@@ -21,6 +21,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
         Some(_) => return Err(fields.invalid("logprobs", "be 0, 1, or absent")),
     };
     let request = Request {
+        role: None,
         input: input(&fields)?,
         parses_calls: false,
         max_tokens: fields.count("max_tokens")?,

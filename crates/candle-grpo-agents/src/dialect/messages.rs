@@ -23,6 +23,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let limit = fields.count("max_tokens")?;
     let must = "be a whole number of at least 1";
     let request = Request {
+        role: None,
         input: Input::chat(messages(&fields)?, tools.filter(|_| calls)),
         parses_calls: calls,
         max_tokens: Some(limit.ok_or_else(|| fields.invalid("max_tokens", must))?),

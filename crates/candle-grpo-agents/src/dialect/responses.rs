@@ -36,6 +36,7 @@ pub(super) fn read(body: &Value) -> Result<(Request, Form), Refusal> {
     let previous = fields.text("previous_response_id")?;
     let previous = previous.map(|id| id.strip_prefix(ID).unwrap_or(id).to_owned());
     let request = Request {
+        role: None,
         input: Input::Chat {
             messages,
             tools: tools.filter(|_| calls),

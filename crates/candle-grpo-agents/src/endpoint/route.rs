@@ -21,7 +21,7 @@ use crate::request::Refusal;
 /// Time that a request for an episode waits for one.
 const OFFER_LIMIT: Duration = Duration::from_secs(20);
 
-/// Model name in the model list. A request may name any.
+/// Model name in the model list without roles. A request may then name any.
 const MODEL: &str = "policy";
 
 /// A server route.
@@ -107,12 +107,17 @@ async fn routed(
             offer(episodes, worker, request.headers()).await
         }
         Route::Models(id) => {
-            admitted(episodes, id, request.headers())?;
-            let list = json!({"object": "list", "data": [model(MODEL)]});
+            let episode = admitted(episodes, id, request.headers())?;
+            let models: Vec<Value> = match episode.roles.as_slice() {
+                [] => vec![model(MODEL)],
+                roles => roles.iter().map(|role| model(role)).collect(),
+            };
+            let list = json!({"object": "list", "data": models});
             Ok(reply::json(200, &list))
         }
         Route::Model(id, name) => {
-            admitted(episodes, id, request.headers())?;
+            let episode = admitted(episodes, id, request.headers())?;
+            episode.role(name)?;
             Ok(reply::json(200, &model(name)))
         }
         Route::Reward(id) => {
@@ -180,6 +185,8 @@ async fn draw(
         is_repeated: retries.is_some_and(|count| count > 0),
     };
     let (request, form) = dialect.read(&parsed(&body)?)?;
+    let role = episode.role(&form.model)?;
+    let request = crate::request::Request { role, ..request };
     let (place, mut outcome) = episode.ask(identity, request)?;
     let outcome = match outcome.wait_for(Option::is_some).await {
         Ok(outcome) => outcome.clone(),

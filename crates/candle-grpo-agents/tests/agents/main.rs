@@ -10,6 +10,7 @@ mod fuzz;
 mod processes;
 mod real_clients;
 mod repeats;
+mod roles;
 mod same_bits;
 mod transcripts;
 mod verifiers;

@@ -37,6 +37,10 @@ pub struct AgentConfig {
     pub api_key_env: Option<String>,
     /// Notation in which the model calls tools.
     pub format: ToolFormat,
+    /// Roles that the policy plays, each the model in an agent's requests. Rows and rewards have a
+    /// role, and advantages compare a role with itself in other trajectories. Empty: requests may
+    /// name any model.
+    pub roles: Vec<String>,
     /// If true, agents report rewards, and an agent that reports none has failed. If false, the
     /// run's `rewards` score the last answer.
     pub reports_rewards: bool,
@@ -64,6 +68,7 @@ impl Default for AgentConfig {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             api_key_env: None,
             format: ToolFormat::default(),
+            roles: Vec::new(),
             reports_rewards: true,
             max_concurrent: 64,
             max_requests: 1000,
@@ -100,6 +105,11 @@ impl AgentConfig {
         let must = "be the name of an environment variable, or absent";
         check(is_named, "api_key_env", "\"\"", must)?;
         self.format.validate()?;
+        for (at, role) in self.roles.iter().enumerate() {
+            let fits = !role.is_empty() && !self.roles[..at].contains(role);
+            let must = "be a name that no other role has";
+            check(fits, &format!("roles[{at}]"), format!("{role:?}"), must)?;
+        }
         self.session.check_workers(self.workers)?;
         let fits = self.session == SessionScope::Episode || !self.command.is_empty();
         check(fits, "session", "shared", "be absent without a command")?;

@@ -70,6 +70,7 @@ impl EnvironmentLimits {
             _ => return episode,
         };
         episode.excluded = instead.is_none();
+        episode.role_rewards.clear();
         episode.turns.iter_mut().for_each(|turn| turn.reward = 0.);
         if let Some(last) = episode.turns.last_mut() {
             last.reward = instead.unwrap_or(0.);

@@ -214,6 +214,9 @@ pub struct Observation {
     pub append: Append,
     /// State before the first turn, as in [`Step::state`].
     pub state: Option<Value>,
+    /// The role that the policy plays in the trajectory, if it plays several. Advantages compare
+    /// it with the same role in other trajectories.
+    pub role: Option<String>,
 }
 
 /// An environment's response to a turn.
@@ -231,12 +234,12 @@ pub struct Step {
     /// State before the next turn, for advantages that compare turns in the same state. Absent:
     /// all tokens before the turn.
     pub state: Option<Value>,
-    /// Numbers that are summed over the trajectory, by name. Step metrics contain their means over
-    /// trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are reserved
-    /// names.
     /// A text about the turn. The policy does not read it, but a teacher may read that of all
     /// turns.
     pub feedback: Option<String>,
+    /// Numbers that are summed over the trajectory, by name. Step metrics contain their means over
+    /// trajectories. `turns`, `reward`, `limit_reached`, `failed` and `excluded` are reserved
+    /// names.
     pub metrics: BTreeMap<String, f64>,
 }
 

@@ -90,6 +90,8 @@ impl ProgramEnvironmentConfig {
 /// trajectory whose last `reward` is `null` is excluded. With `error` (text), the trajectory has
 /// failed, and the program goes on.
 ///
+/// The answer at the start may have `role`, the policy's role in the trajectory.
+///
 /// After an answer with `notify_end`, a trajectory that ends without `done` has a last request
 /// with `end`, the reason. The last turn gets the reward and the metrics in its answer.
 ///
@@ -152,6 +154,7 @@ impl EnvironmentFactory for ProgramEnvironments {
         environment.beginning = Observation {
             append: reply.append(),
             state: environment.state.clone(),
+            role: reply.role,
         };
         Ok(Box::new(environment))
     }
@@ -215,13 +218,20 @@ impl Environment for ProgramEnvironment {
     }
 
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
-        self.turn = Some(turn.number);
+        let number = turn.number;
+        self.turn = Some(number);
         let fields = json!({
             "turn": turn.number,
             "completion": turn.text,
             "finish_reason": turn.finish_reason,
         });
-        Ok(self.ask(fields, turn.progress)?.into_step())
+        let reply = self.ask(fields, turn.progress)?;
+        let command = &self.command;
+        ensure!(
+            reply.role.is_none(),
+            "{command}: role at turn {number}, must only be in the answer at the start"
+        );
+        Ok(reply.into_step())
     }
 
     fn end(&mut self, end: &EpisodeEnd, progress: &dyn Progress) -> Result<Option<Step>> {
@@ -250,6 +260,8 @@ struct Reply {
     metrics: BTreeMap<String, f64>,
     error: Option<String>,
     notify_end: bool,
+    role: Option<String>,
+    feedback: Option<String>,
 }
 
 /// Reads a value that is present, but may be null.
@@ -260,8 +272,6 @@ fn present<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Option<f
 /// Returns a message that has a role and content, with content parts joined.
 fn checked(message: &Value) -> Result<Value> {
     let has_role = message.get("role").is_some_and(Value::is_string);
-    role: Option<String>,
-    feedback: Option<String>,
     let content = message.get("content");
     let has_content = match content {
         Some(content) if !content.is_null() => content.is_string() || content.is_array(),
@@ -301,6 +311,7 @@ impl Reply {
             done: self.done,
             state: self.state,
             metrics: self.metrics,
+            feedback: self.feedback,
         }
     }
 
@@ -311,12 +322,18 @@ impl Reply {
             (None, None) => Append::Nothing,
         }
     }
-            feedback: self.feedback,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_reply_has_the_feedback_of_its_turn() {
+        let reply = Reply::read(r#"{"id": 1, "reward": 0, "feedback": "Too long."}"#).unwrap();
+        let step = reply.value.into_step();
+        assert_eq!(step.feedback.as_deref(), Some("Too long."));
+    }
 
     #[test]
     fn the_parts_of_a_content_are_one_text() {
@@ -327,10 +344,3 @@ mod tests {
         assert_eq!(reply.messages, Some(vec![message]));
     }
 }
-    #[test]
-    fn a_reply_has_the_feedback_of_its_turn() {
-        let reply = Reply::read(r#"{"id": 1, "reward": 0, "feedback": "Too long."}"#).unwrap();
-        let step = reply.value.into_step();
-        assert_eq!(step.feedback.as_deref(), Some("Too long."));
-    }
-

@@ -54,6 +54,8 @@ pub(super) struct Trajectory<'a> {
     rewarded: bool,
     /// The state before the next turn, if the environment has given one.
     state: Option<Value>,
+    /// The role that the policy plays.
+    role: Option<String>,
     end: Option<EpisodeEnd>,
 }
 
@@ -88,10 +90,11 @@ impl<'a> Trajectory<'a> {
             row: CompletionBuilder::new(Vec::new()),
             turns: Vec::new(),
             metrics: BTreeMap::new(),
+            feedback: Vec::new(),
             excluded: false,
             rewarded: false,
-            feedback: Vec::new(),
             state: None,
+            role: None,
             end: None,
         };
         match trajectory.begin(environments, &start) {
@@ -110,6 +113,7 @@ impl<'a> Trajectory<'a> {
         ensure_tokens(&tokens, self.vocab_size)?;
         self.row = CompletionBuilder::new(tokens);
         self.state = observation.state;
+        self.role = observation.role;
         self.environment = Some(environment);
         self.started = running_time();
         Ok(())
@@ -231,11 +235,11 @@ impl<'a> Trajectory<'a> {
         }
         self.rewarded |= step.reward.is_some();
         self.excluded = step.excluded;
+        self.feedback.extend(step.feedback.clone());
         for (name, value) in &step.metrics {
             ensure!(
                 !OWN_METRICS.contains(&name.as_str()),
                 "metric {name:?}: must have another name than {}",
-        self.feedback.extend(step.feedback.clone());
                 OWN_METRICS.join(", ")
             );
             let sum = self.metrics.get(name).copied().unwrap_or(0.) + value;
@@ -297,15 +301,16 @@ impl<'a> Trajectory<'a> {
             excluded: self.excluded,
             unrewarded: environments.factory().gives_rewards() && !self.rewarded,
             metrics: self.metrics,
+            feedback: (!self.feedback.is_empty()).then(|| self.feedback.join("\n")),
+            role_rewards: BTreeMap::new(),
         };
         let (prompt_tokens, completion) = self.row.into_parts();
         Rollout {
             prompt_index: self.prompt.index,
-            feedback: (!self.feedback.is_empty()).then(|| self.feedback.join("\n")),
-            role_rewards: BTreeMap::new(),
             sample_index: self.seed.sample as usize,
             prompt_tokens,
             completion,
+            role: self.role,
             episode: Some(environments.limits.settle(episode)),
             branches: Vec::new(),
         }

@@ -120,12 +120,16 @@ pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
         && recipe.length_penalty.is_none()
 }
 
-/// Checks `recipe` for groups of this size.
+/// Checks `recipe` for groups of this size. Its advantage may be replaced by another.
 ///
 /// # Errors
 ///
 /// Returns an error if `recipe` is not valid, or contradicts itself or the group size.
-pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Result<()> {
+pub(crate) fn ensure_consistent(
+    recipe: &Recipe,
+    num_generations: usize,
+    has_other_advantage: bool,
+) -> Result<()> {
     recipe
         .validate()
         .map_err(|error| within("recipe", error.into()))?;
@@ -135,6 +139,9 @@ pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Resu
         num_generations,
         "be at least 2 to divide rewards by the standard deviation of their group",
     )?;
+    if has_other_advantage {
+        return Ok(());
+    }
     let pipeline = recipe.advantage.pipeline();
     if let Some(sequence) = &pipeline.sequence {
         let relative = sequence.baseline.is_group_relative();

@@ -80,6 +80,9 @@ pub struct RolloutRecord {
     /// Trajectory parts, in order; empty without an environment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub turns: Vec<RolloutTurn>,
+    /// The policy's role in this row, see [`Rollout::role`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<String>,
     /// Turn of a branch that the turns continue. Absent: they continue the prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BranchPlace>,
@@ -93,6 +96,9 @@ pub struct RolloutRecord {
     pub reward: Option<f32>,
     /// Score components by name.
     pub rewards: BTreeMap<String, Option<f32>>,
+    /// Rewards of roles, see [`Episode::role_rewards`](crate::environment::Episode::role_rewards).
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub role_rewards: BTreeMap<String, f64>,
     /// Mean advantage over its tokens. Absent if it did not train.
     pub advantage: Option<f32>,
     /// Why it ended.
@@ -104,6 +110,9 @@ pub struct RolloutRecord {
 /// A branch of a trajectory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutBranch {
+    /// The policy's role in this row.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<String>,
     /// Turn of another row that it continues. Absent if it has its own prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<BranchPlace>,
@@ -172,7 +181,7 @@ impl StepRollouts {
                 Some(_) => decode_tokens(&rollout.prompt_tokens, tokenizer)?,
                 None => prompts[groups.rows[group]].text.clone(),
             };
-            let completion = &rollout.completion;
+            let (completion, episode) = (&rollout.completion, rollout.episode.as_ref());
             let rewards = components.iter().map(|(name, scores)| {
                 let score = scores.get(i).copied().unwrap_or(f32::NAN);
                 (name.clone(), number(score))
@@ -182,7 +191,7 @@ impl StepRollouts {
                 turn.text = text(std::mem::take(&mut turn.text));
             }
             let branches = rows.split_off(1);
-            let RolloutBranch { after, turns } = rows.remove(0);
+            let RolloutBranch { role, after, turns } = rows.remove(0);
             Ok(RolloutRecord {
                 step: *step,
                 group,
@@ -191,9 +200,11 @@ impl StepRollouts {
                 prompt: text(prompt),
                 completion: text(answer_text(rollout.last_turn(), sampling, tokenizer)?),
                 turns,
+                role,
                 after,
                 branches,
-                end: rollout.episode.as_ref().map(|episode| episode.end.clone()),
+                end: episode.map(|episode| episode.end.clone()),
+                role_rewards: episode.map_or_else(BTreeMap::new, |x| x.role_rewards.clone()),
                 reward: number(groups.scores[i]),
                 rewards: rewards.collect(),
                 advantage: self.advantages.get(i).copied().flatten(),
@@ -209,16 +220,18 @@ impl StepRollouts {
 /// completion.
 fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> {
     let Some(episode) = &rollout.episode else {
-        let (after, turns) = (None, Vec::new());
-        return Ok(vec![RolloutBranch { after, turns }]);
+        let (role, after, turns) = (None, None, Vec::new());
+        return Ok(vec![RolloutBranch { role, after, turns }]);
     };
     let turns = episode.turns.iter().map(|turn| turn.tokens.clone());
     let mut rows = vec![RowTurns {
+        role: rollout.role.as_deref(),
         prompt: &rollout.prompt_tokens,
         completion: &rollout.completion,
         turns: turns.collect(),
     }];
     rows.extend(rollout.branches.iter().map(|row| RowTurns {
+        role: row.role.as_deref(),
         prompt: &row.prompt_tokens,
         completion: &row.completion,
         turns: written(&row.completion),
@@ -252,6 +265,7 @@ fn rows(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutBranch>> 
             end = tokens.end;
         }
         Ok(RolloutBranch {
+            role: row.role.map(str::to_owned),
             after: continued.map(|(place, _)| place),
             turns: texts,
         })
@@ -274,6 +288,7 @@ fn continued(number: usize, rows: &[RowTurns<'_>]) -> Option<(BranchPlace, usize
 
 /// A row with the places of its turns.
 struct RowTurns<'a> {
+    role: Option<&'a str>,
     prompt: &'a [u32],
     completion: &'a Completion,
     turns: Vec<Range<usize>>,

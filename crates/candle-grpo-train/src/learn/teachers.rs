@@ -343,10 +343,12 @@ mod tests {
             prompt_tokens: vec![1, 2],
             completion: completion(5),
             episode: None,
+            role: None,
             branches: vec![Row {
                 // The prompt, and what came before the branch.
                 prompt_tokens: vec![1, 2, 3, 4, 5, 6],
                 completion: completion(4),
+                role: None,
             }],
         };
         let longest_row = |prompt| {

@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::AdvantageEstimator as _;
 use candle_grpo_core::Invalid;
+use candle_grpo_core::advantage::RoleBaselines;
 use candle_grpo_core::inputs::{Input, Inputs};
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
@@ -101,17 +102,22 @@ pub struct TrainConfig {
     /// Column with a weight, a positive number, for the policy term of a row's completions.
     /// Weights are divided by their mean over the step. Absent: all rows weigh the same.
     pub sample_weight_column: Option<String>,
-    /// Resampling of the completions by score, with replacement, after the advantages are computed
     /// Weights of response tokens by their text, each with a `pattern` and a `weight`, in every
     /// term of the loss except the entropy and the observations (ms-swift's `loss_scale`). The
     /// last pattern that matches a token counts. Empty: all tokens weigh the same.
     pub token_weights: Vec<TokenWeight>,
+    /// Resampling of the completions by score, with replacement, after the advantages are computed
     /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
     /// Advantages of the turns of trajectories, in place of `recipe.advantage`: `gigpo` or
     /// `step_returns`, each with its options. Needs an environment. Absent: the advantage of the
     /// recipe, which is that of the whole trajectory.
     pub turn_advantage: Option<TurnAdvantage>,
+    /// Advantages that compare a reward with the moving average of its role's rewards, in place of
+    /// `recipe.advantage` (SPIRAL, <https://arxiv.org/abs/2506.24119>; prime-rl's `rae`). Agents name a
+    /// role as the model, and environments at the start. Trajectories without roles have one
+    /// average.
+    pub role_baselines: Option<RoleBaselines>,
     /// Demonstrations that the policy learns from in addition to its rewards (CHORD,
     /// <https://arxiv.org/abs/2508.11408>), with the options `batch_size`, `coef`, `uncertainty_weight` and
     /// `micro_batch_tokens`. Absent: none.
@@ -201,13 +207,14 @@ impl Default for TrainConfig {
             sample_filters: Vec::new(),
             top_entropy: None,
             sample_weight_column: None,
+            token_weights: Vec::new(),
             resampling: None,
             turn_advantage: None,
+            role_baselines: None,
             demonstrations: None,
             adapters: None,
             base_weights: BaseWeights::default(),
             reference_refresh: None,
-            token_weights: Vec::new(),
             reward_kl: None,
             adaptive_entropy: None,
             critic: None,
@@ -280,7 +287,8 @@ impl TrainConfig {
             "quantized",
             "be dense unless adapters train",
         )?;
-        ensure_consistent(&self.recipe, self.num_generations)?;
+        let has_baselines = self.role_baselines.is_some();
+        ensure_consistent(&self.recipe, self.num_generations, has_baselines)?;
         check::check(
             self.recipe.policy_loss.entropy_tokens == EntropyTokens::All
                 || self.top_entropy.is_some(),
@@ -299,6 +307,10 @@ impl TrainConfig {
                 check::range(&format!("sample_filters[{i}]"), [low, high])?;
             }
         }
+        for (i, weight) in self.token_weights.iter().enumerate() {
+            let name = format!("token_weights[{i}]");
+            weight.validate().map_err(|error| within(&name, error))?;
+        }
         if let Some(demonstrations) = &self.demonstrations {
             demonstrations
                 .validate()
@@ -307,10 +319,6 @@ impl TrainConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
-        for (i, weight) in self.token_weights.iter().enumerate() {
-            let name = format!("token_weights[{i}]");
-            weight.validate().map_err(|error| within(&name, error))?;
-        }
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         self.validate_sharding()?;
         self.validate_old_log_probs()?;
@@ -318,6 +326,7 @@ impl TrainConfig {
         self.validate_reference(needs)?;
         self.validate_critic(needs)?;
         self.validate_turn_advantage()?;
+        self.validate_role_baselines()?;
         self.validate_groups()?;
         self.schedule
             .validate()
@@ -651,15 +660,6 @@ impl TrainConfig {
         Ok(())
     }
 
-    /// Checks that no group is divided, if the loss of a sequence depends on its group.
-    fn validate_groups(&self) -> Result<()> {
-        if self.recipe.policy_loss.surrogate.level() != LossLevel::Group {
-            return Ok(());
-        }
-        let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();
-        check::check(
-            !divides,
-            "micro_batch_tokens and resampling",
     fn validate_role_baselines(&self) -> Result<()> {
         let Some(baselines) = &self.role_baselines else {
             return Ok(());
@@ -682,6 +682,15 @@ impl TrainConfig {
         Ok(())
     }
 
+    /// Checks that no group is divided, if the loss of a sequence depends on its group.
+    fn validate_groups(&self) -> Result<()> {
+        if self.recipe.policy_loss.surrogate.level() != LossLevel::Group {
+            return Ok(());
+        }
+        let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();
+        check::check(
+            !divides,
+            "micro_batch_tokens and resampling",
             "given",
             "be absent with recipe.policy_loss.surrogate, which compares the completions of a group",
         )?;

@@ -2,6 +2,7 @@
 
 use crate::TrainConfig;
 use crate::rollout::UnfinishedGroup;
+use candle_grpo_core::advantage::RoleBaselines;
 use candle_grpo_core::kl::KlController;
 use candle_grpo_core::rewards::RunningState;
 use candle_grpo_core::selection::TaskScores;
@@ -23,6 +24,9 @@ pub struct TrainerState {
     pub visited_demonstrations: usize,
     /// Mean and variance of rewards across steps.
     pub running_moments: Option<RunningState>,
+    /// Each role's mean reward, with [`TrainConfig::role_baselines`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role_baselines: Option<RoleBaselines>,
     /// Controller for the KL penalty coefficient in rewards.
     pub reward_kl: Option<KlController>,
     /// Controller for the entropy bonus coefficient.
@@ -41,6 +45,7 @@ impl TrainerState {
         let norm = &config.recipe.reward_shaping.norm;
         Self {
             running_moments: norm.is_running().then(RunningState::default),
+            role_baselines: config.role_baselines.clone(),
             reward_kl: config.reward_kl,
             adaptive_entropy: config.adaptive_entropy,
             ..Self::default()

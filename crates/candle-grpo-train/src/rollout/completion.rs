@@ -162,6 +162,9 @@ pub struct Rollout {
     pub prompt_tokens: Vec<u32>,
     /// The completion. With an environment, it holds all turns in the trajectory.
     pub completion: Completion,
+    /// The role that the policy plays in this row, if it plays several.
+    #[serde(default)]
+    pub role: Option<String>,
     /// The trajectory's turns, if there is an environment.
     pub episode: Option<Episode>,
     /// The other rows in a branching trajectory. Each token that the policy sampled is written in
@@ -177,6 +180,9 @@ pub struct Row {
     pub prompt_tokens: Vec<u32>,
     /// The completion.
     pub completion: Completion,
+    /// The role that the policy plays, see [`Rollout::role`].
+    #[serde(default)]
+    pub role: Option<String>,
 }
 
 impl Rollout {
@@ -187,6 +193,7 @@ impl Rollout {
             sample_index: seed.sample as usize,
             prompt_tokens: prompt.tokens.clone(),
             completion,
+            role: None,
             episode: None,
             branches: Vec::new(),
         }
@@ -198,6 +205,12 @@ impl Rollout {
         let branches = self.branches.iter();
         let branches = branches.map(|row| (row.prompt_tokens.as_slice(), &row.completion));
         branches.chain([(self.prompt_tokens.as_slice(), &self.completion)])
+    }
+
+    /// Returns each row's role, in the order of [`Self::rows`].
+    pub(crate) fn roles(&self) -> impl Iterator<Item = Option<&str>> {
+        let branches = self.branches.iter().map(|row| row.role.as_deref());
+        branches.chain([self.role.as_deref()])
     }
 
     /// Returns the number of tokens in all completions.

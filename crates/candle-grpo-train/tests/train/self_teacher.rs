@@ -17,10 +17,11 @@ use candle_grpo_train::learn::{
     MemoryPlan, Models, Ranks, Reference, ReferenceRefresh, SelfTeacherConfig, ShownTexts,
     SiblingConfig, TeacherPart,
 };
+use candle_grpo_train::rewards::{Score, Scores};
 use candle_grpo_train::run::RolloutRecord;
 use candle_grpo_train::{
-    ChatTemplate, ComputeDType, FinishReason, Prompt, Sample, StepMetrics, TokenBatch, TrainConfig,
-    Trainer, TrainerParts,
+    ChatTemplate, ComputeDType, FinishReason, Prompt, RewardFunction, Sample, StepMetrics,
+    TokenBatch, TrainConfig, Trainer, TrainerParts, WeightedRewards,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -389,34 +390,26 @@ fn assert_teacher_reads(
         config,
         chat_template: None,
     };
+    let mut config = two_terms();
+    config.recipe.policy_loss.kl = None;
     let mut trainer = trainer_of(TrainerParts {
         teacher: Some(teacher),
-        ..parts(digest, config.clone())
+        ..parts(reward, config.clone())
     });
     let metrics = trainer.step().unwrap();
     let records = trainer.rollouts(&Default::default()).unwrap();
-    // The same step by hand.
     let teacher = Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let tokenizer = tokenizer();
     let encode = |text: &str| tokenizer.encode(text, false).unwrap().get_ids().to_vec();
     let (mut sum, mut count, mut taught) = (0., 0., 0);
     for group in records.chunks(config.num_generations) {
         for (i, record) in group.iter().enumerate() {
-            let others = group.iter().enumerate().filter(|(j, _)| *j != i);
-            let rewards = others.map(|(j, other)| (j, other.reward.unwrap()));
-            let mut best: Option<(usize, f32)> = None;
-            for (j, reward) in rewards {
-                if reward >= 0.5 && best.is_none_or(|(_, most)| reward > most) {
-                    best = Some((j, reward));
-                }
-            }
-            let Some((best, _)) = best else {
+            let Some(read) = read(group, i) else {
                 continue;
             };
             taught += 1;
             let response = response_of(record, &encode);
             let prompt = encode(&record.prompt);
-            let read = encode(&format!("{}e{}", record.prompt, group[best].completion));
             let log_probs = |prompt: &[u32]| {
                 let batch = TokenBatch::new(&[(prompt, &response)], device()).unwrap();
                 let found = teacher
@@ -424,7 +417,7 @@ fn assert_teacher_reads(
                     .unwrap();
                 found.flatten_all().unwrap().to_vec1::<f32>().unwrap()
             };
-            for (read, own) in log_probs(&read).iter().zip(log_probs(&prompt)) {
+            for (read, own) in log_probs(&encode(&read)).iter().zip(log_probs(&prompt)) {
                 sum += f64::from(read - own);
                 count += 1.;
             }
@@ -434,6 +427,13 @@ fn assert_teacher_reads(
     let share = taught as f64 / records.len() as f64;
     assert!((metrics.policy["teacher_share"] - share).abs() < 1e-12);
     let found = metrics.policy["teacher_log_ratio"];
+    assert!(
+        (found - sum / count).abs() < 1e-4,
+        "{found} {}",
+        sum / count
+    );
+}
+
 /// The best other completion of the group with at least this reward.
 fn best_sibling(group: &[RolloutRecord], of: usize, min_reward: f32) -> Option<&str> {
     let others = group.iter().enumerate().filter(|(j, _)| *j != of);
@@ -497,13 +497,6 @@ fn a_teacher_sees_the_feedback() {
         let sibling = best_sibling(group, i, 0.1)?;
         Some(format!("{feedback}{}{sibling}", group[i].prompt))
     });
-}
-
-    assert!(
-        (found - sum / count).abs() < 1e-4,
-        "{found} {}",
-        sum / count
-    );
 }
 
 /// A teacher with few positions, or with a long prompt.
@@ -681,19 +674,19 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
             "sibling: given, must be absent unless prompt contains {sibling}",
         ),
         (
-        (
-            SelfTeacherConfig {
-                feedback: true,
-                ..source(Some("{prompt}"), None)
-            },
-            "feedback: given, must be absent unless prompt contains {feedback}",
-        ),
             with_sibling(source(None, Some("a")), 1.),
             "sibling: given, must be absent unless prompt contains {sibling}",
         ),
         (
             with_sibling(source(Some("{sibling}"), None), f64::NAN),
             "sibling.min_reward: NaN, must be finite",
+        ),
+        (
+            SelfTeacherConfig {
+                feedback: true,
+                ..source(Some("{prompt}"), None)
+            },
+            "feedback: given, must be absent unless prompt contains {feedback}",
         ),
         (
             SelfTeacherConfig {

@@ -120,6 +120,9 @@ fn completion(record: &RolloutRecord, of_group: &str) -> String {
     for (name, reward) in &record.rewards {
         let _ = write!(html, ", {} {}", escape(name), number(reward.map(f64::from)));
     }
+    for (role, reward) in &record.role_rewards {
+        let _ = write!(html, ", {} {}", escape(role), short(*reward));
+    }
     html.push_str("</p>\n");
     if record.after.is_none() && record.prompt != of_group {
         let own = text(&record.prompt);
@@ -128,25 +131,34 @@ fn completion(record: &RolloutRecord, of_group: &str) -> String {
     if record.turns.is_empty() {
         let _ = writeln!(html, "<pre>{}</pre>", text(&record.completion));
     }
-    let own = (record.after, record.turns.as_slice());
-    let branches = record.branches.iter();
-    let branches = branches.map(|branch| (branch.after, branch.turns.as_slice()));
-    let rows: Vec<(Option<BranchPlace>, &[RolloutTurn])> = once(own).chain(branches).collect();
+    let own = Row {
+        role: record.role.as_deref(),
+        after: record.after,
+        turns: &record.turns,
+    };
+    let branches = record.branches.iter().map(|branch| Row {
+        role: branch.role.as_deref(),
+        after: branch.after,
+        turns: &branch.turns,
+    });
+    let rows: Vec<Row<'_>> = once(own).chain(branches).collect();
     branches_after(None, &rows, of_group, &mut html);
     html.push_str("</div>\n");
     html
 }
 
+/// A row of a trajectory.
+struct Row<'a> {
+    role: Option<&'a str>,
+    after: Option<BranchPlace>,
+    turns: &'a [RolloutTurn],
+}
+
 /// Writes the rows that continue the turn at `place`, each with the rows that continue its turns. A
 /// row continues one turn, so it is written at most once, even from a file that is not valid.
-fn branches_after(
-    place: Option<BranchPlace>,
-    rows: &[(Option<BranchPlace>, &[RolloutTurn])],
-    of_group: &str,
-    html: &mut String,
-) {
+fn branches_after(place: Option<BranchPlace>, rows: &[Row<'_>], of_group: &str, html: &mut String) {
     let continuing = rows.iter().enumerate();
-    for (row, (_, parts)) in continuing.filter(|(_, (after, _))| *after == place) {
+    for (row, own) in continuing.filter(|(_, row)| row.after == place) {
         let is_branch = row > 0 || place.is_some();
         html.push_str(if is_branch {
             "<div class=\"branch\">\n"
@@ -158,8 +170,8 @@ fn branches_after(
         let is_prompt = |part: &&RolloutTurn| {
             place.is_none() && part.role == TurnRole::Environment && part.text == of_group
         };
-        for part in parts.iter().skip_while(is_prompt) {
-            html.push_str(&turn(part));
+        for part in own.turns.iter().skip_while(is_prompt) {
+            html.push_str(&turn(part, own.role));
             if part.role == TurnRole::Policy {
                 turns += 1;
                 let place = Some(BranchPlace { row, turns });
@@ -170,16 +182,20 @@ fn branches_after(
     }
 }
 
-fn turn(turn: &RolloutTurn) -> String {
-    let role = match turn.role {
+fn turn(turn: &RolloutTurn, role: Option<&str>) -> String {
+    let author = match turn.role {
         TurnRole::Policy => "policy",
         TurnRole::Environment => "environment",
     };
     let reward = turn.reward.map_or(String::new(), |reward| {
         format!(", reward {}", short(reward))
     });
+    let name = match (turn.role, role) {
+        (TurnRole::Policy, Some(role)) => escape(role),
+        _ => author.to_owned(),
+    };
     format!(
-        "<pre class=\"{role}\"><b>{role}{reward}</b> {}</pre>\n",
+        "<pre class=\"{author}\"><b>{name}{reward}</b> {}</pre>\n",
         text(&turn.text)
     )
 }

@@ -121,6 +121,60 @@ fn rewards_of_agents_and_of_the_run_add_up() {
     assert!(records.iter().any(|record| record["reward"] == 1.5));
 }
 
+/// Two players continue the same prompt. The second has the reverse reward.
+const PLAYERS: &str = r#"
+def draw(role):
+    body = {"model": role, "prompt": row["prompt"], "max_tokens": 2}
+    return post(os.environ["OPENAI_BASE_URL"] + "/completions", body)["choices"][0]["text"]
+value = draw("first").count("a") - draw("second").count("a")
+for role, reward in (("first", value), ("second", -value)):
+    post(os.environ["GRPO_EPISODE_URL"] + "/reward", {"role": role, "value": reward})
+post(os.environ["GRPO_EPISODE_URL"] + "/reward", {"done": True})
+"#;
+
+#[cfg(unix)]
+#[test]
+fn roles_have_baselines_that_a_resumed_run_continues() {
+    let keys = "role_baselines: {decay: 0.5}\n";
+    let config = |steps| {
+        let roles = "limits: {max_turns: 3}, roles: [first, second]";
+        config(steps).replace("limits: {max_turns: 3}", roles) + keys
+    };
+    let (whole, resumed) = (folder(&config(4)), folder(&config(2)));
+    for folder in [&whole, &resumed] {
+        write_agent(folder.path(), PLAYERS);
+        succeeds(folder.path(), &["train", "run.yaml"]);
+    }
+    // A skipped step has no metrics of the policy.
+    let mut metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    metrics.retain(|step| step["skipped"] == false);
+    let number = |step: &Value, name: &str| step[name].as_f64().unwrap();
+    assert!(!metrics.is_empty());
+    for step in &metrics {
+        let (first, second) = (
+            number(step, "role_reward/first"),
+            number(step, "role_reward/second"),
+        );
+        assert_eq!(first, -second, "{step}");
+        assert_eq!(step["reward_mean"], 0., "{step}");
+    }
+    let moved = |step: &Value| number(step, "role_baseline/first") != 0.;
+    assert!(metrics.iter().any(moved));
+    let grows = |step: &Value| step["grad_norm"].as_f64() > Some(0.);
+    // Trajectories have equal rewards, so only the roles give a gradient.
+    assert!(metrics.iter().any(grows));
+    for record in lines(&whole.path().join("run/rollouts.jsonl")) {
+        assert_eq!(record["role"], "second", "{record}");
+        assert_eq!(record["branches"][0]["role"], "first", "{record}");
+        let rewards = &record["role_rewards"];
+        let sum = rewards["first"].as_f64().unwrap() + rewards["second"].as_f64().unwrap();
+        assert_eq!(sum, 0., "{record}");
+    }
+    fs::write(resumed.path().join("run.yaml"), config(4)).unwrap();
+    succeeds(resumed.path(), &["train", "run.yaml", "--resume"]);
+    assert_same_run(resumed.path(), whole.path(), 4);
+}
+
 #[test]
 fn a_run_whose_agents_all_fail_ends_with_the_reason() {
     let folder = folder(&config(1));

@@ -264,12 +264,13 @@ fn branches_are_shown_below_the_turns_that_they_continue() {
     let branches = json!([
         {"turns": [environment("ask"), policy("plan"), environment("go on"), policy("first")]},
         {"after": {"row": 1, "turns": 2}, "turns": [policy("second")]},
-        {"after": {"row": 0, "turns": 1}, "turns": [policy("third")]},
+        {"role": "<judge>", "after": {"row": 0, "turns": 1}, "turns": [policy("third")]},
     ]);
     let turn =
         |role: &str, text: &str| format!("<pre class=\"{role}\"><b>{role}</b> {text}</pre>\n");
     let branch = |rows: &[String]| format!("<div class=\"branch\">\n{}</div>\n", rows.concat());
-    let third = branch(&[turn("policy", "third")]);
+    let judge = "<pre class=\"policy\"><b>&lt;judge&gt;</b> third</pre>\n";
+    let third = branch(&[judge.to_owned()]);
     let expected = branch(&[
         turn("policy", "plan"),
         branch(&[turn("policy", "last"), third]),

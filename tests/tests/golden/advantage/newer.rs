@@ -71,21 +71,24 @@ fn prime(case: &Case) -> Result<Outputs> {
 
 fn role_baselines(case: &Case) -> Result<Outputs> {
     ensure!(case.config.text("estimator")? == "rae", "unknown estimator");
-    let roles: Vec<usize> = integers(case, "agent_ids")?
-        .into_iter()
-        .map(usize::try_from)
-        .collect::<Result<_, _>>()?;
+    let roles = integers(case, "agent_ids")?.into_iter();
+    let roles: Vec<String> = roles.map(|role| role.to_string()).collect();
     let rewards = case
         .input("rewards")?
         .to_dtype(DType::F64)?
         .to_vec1::<f64>()?;
-    let mut baselines =
-        RoleBaselines::new(case.config.number("decay")?, case.config.size("agents")?)?;
+    let mut baselines = RoleBaselines::new(case.config.number("decay")?)?;
     let advantages = baselines.advantages(&rewards, &roles)?;
+    let found = baselines.baselines();
+    // A role without a sample has no entry, and starts at 0.
+    let all = (0..case.config.size("agents")?).map(|role| found.get(&role.to_string()));
+    let all: Vec<f64> = all
+        .map(|baseline| baseline.copied().unwrap_or(0.))
+        .collect();
     let tensor = |x: &[f64]| Tensor::new(x, &Device::Cpu);
     Ok(Outputs::default()
         .out("advantages", &tensor(&advantages)?)
-        .out("baselines", &tensor(baselines.baselines())?))
+        .out("baselines", &tensor(&all)?))
 }
 
 fn swift(case: &Case) -> Result<Outputs> {

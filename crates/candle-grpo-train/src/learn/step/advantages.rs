@@ -1,22 +1,34 @@
 //! A step's advantages.
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::advantage::RoleBaselines;
 use candle_grpo_core::rewards::{Costs, NonFinite, RunningMoments};
-use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, GroupAdvantage, RewardShaping};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, MetricValues, RewardShaping,
+    validate::check,
+};
 
+use super::joined_rows::JoinedRows;
 use super::{StepBatch, single};
 use crate::learn::TrainerState;
 use crate::learn::critic::explained_variance;
 use crate::learn::needs::keeps_components;
+use crate::learn::role_groups::{Part, RoleGroups};
+use crate::learn::rollout_groups::RolloutGroups;
 use crate::{Rollout, TrainConfig};
 use candle_grpo_core::inputs::Input;
 
 /// Adds the advantages, and the returns that a critic learns.
 ///
-/// They come from `estimator` if it is given, otherwise from the recipe or
-/// [`TrainConfig::turn_advantage`]. The estimator receives every input that
-/// [`signals`](super::signals) has added. Running moments and controllers in `state` advance.
+/// They come from `estimator` if it is given, otherwise from the recipe,
+/// [`TrainConfig::turn_advantage`] or [`TrainConfig::role_baselines`]. The estimator receives every
+/// input that [`signals`](super::signals) has added. Running moments, baselines and controllers in
+/// `state` advance.
+///
+/// If rows have [roles](Rollout::role), each role in a trajectory is a sample of its own, and the
+/// groups are those of one role and one prompt. A role without a row in a trajectory is a sample
+/// without a reward.
 ///
 /// # Errors
 ///
@@ -27,16 +39,37 @@ pub fn advantages(
     config: &TrainConfig,
     state: &mut TrainerState,
 ) -> Result<()> {
-    let rewards = rewards(batch, estimator.is_some(), config, state)?;
-    let (groups, tokens, trajectories) = (&batch.groups, &batch.tokens, &batch.trajectories);
-    let mask = trajectories.join(tokens.response_mask())?;
-    let joined = batch
-        .inputs
-        .iter()
-        .map(|(&input, tensor)| match tensor.rank() {
-            1 => Ok((input, tensor.clone())),
-            _ => Ok((input, trajectories.join(tensor)?)),
-        });
+    let by_role = RoleGroups::new(&batch.groups);
+    if let Some(roles) = &by_role {
+        batch.push_role_rewards(roles)?;
+    }
+    let compared = by_role
+        .as_ref()
+        .map_or(&batch.groups, |roles| &roles.groups);
+    let shaped = rewards(batch, compared, estimator.is_some(), config, state)?;
+    let rewards = shaped.rewards;
+    batch.metrics.merge(&shaped.metrics)?;
+    let (tokens, groups) = (&batch.tokens, compared);
+    let parts = by_role.as_ref().map(|roles| roles.parts.as_slice());
+    let (rows, of_trajectories) = match parts {
+        None => (batch.trajectories.clone(), None),
+        Some(parts) => {
+            let sequences = parts.iter().map(|part| part.sequences.clone());
+            let rows = JoinedRows::new(sequences.collect(), tokens)?;
+            let places = parts.iter().map(|part| part.trajectory as u32);
+            let places = Tensor::new(places.collect::<Vec<_>>(), rewards.device())?;
+            (rows, Some(places))
+        }
+    };
+    let mask = rows.join(tokens.response_mask())?;
+    let joined = batch.inputs.iter().map(|(&input, tensor)| {
+        let joined = match (tensor.rank(), &of_trajectories) {
+            (1, None) => tensor.clone(),
+            (1, Some(places)) => tensor.contiguous()?.index_select(places, 0)?,
+            _ => rows.join(tensor)?,
+        };
+        Ok((input, joined))
+    });
     let joined: Vec<(Input, Tensor)> = joined.collect::<Result<_>>()?;
     let mut inputs = AdvantageBatch::new(&rewards, groups.num_generations)
         .response_mask(&mask)
@@ -44,13 +77,30 @@ pub fn advantages(
     for (input, tensor) in &joined {
         inputs = inputs.with(*input, tensor);
     }
-    let found = match (estimator, &config.turn_advantage) {
-        (Some(estimator), _) => estimator.estimate(&inputs)?,
-        (None, Some(advantage)) => {
+    let found = match (estimator, &config.turn_advantage, &mut state.role_baselines) {
+        (Some(estimator), ..) => estimator.estimate(&inputs)?,
+        (None, Some(advantage), _) => {
+            check(
+                parts.is_none(),
+                "turn_advantage",
+                "given",
+                "be absent, as rows have roles",
+            )?;
             let (_, width) = tokens.dims();
             advantage.compute(groups, width, rewards.device())?
         }
-        (None, None) => {
+        (None, None, Some(baselines)) => {
+            let found = minus_baselines(&rewards, parts, baselines)?;
+            for (role, baseline) in baselines.baselines() {
+                let name = match role.as_str() {
+                    "" => "role_baseline".to_owned(),
+                    role => format!("role_baseline/{role}"),
+                };
+                batch.metrics.insert(&name, single(*baseline));
+            }
+            Advantages::new(found)
+        }
+        (None, None, None) => {
             let pipeline = config.recipe.advantage.pipeline();
             // Only missing scores are not finite.
             let exclude = |group: &mut GroupAdvantage| group.non_finite = NonFinite::Exclude;
@@ -71,11 +121,11 @@ pub fn advantages(
     {
         let coef = single(controller.coef());
         batch.metrics.insert("reward_kl_coef", coef);
-        controller.update(kl, groups.rollouts.len())?;
+        controller.update(kl, batch.groups.rollouts.len())?;
     }
     batch.metrics.merge(&metrics)?;
     // Rewards stay in the statistics dtype up to here.
-    let result = |x: Tensor| trajectories.split(&x.to_dtype(DType::F32)?);
+    let result = |x: Tensor| rows.split(&x.to_dtype(DType::F32)?);
     let returns = found.returns.map(result).transpose()?;
     if let (Some(values), Some(returns)) = (batch.inputs.get(&Input::Values), &returns)
         && let Some(share) = explained_variance(values, returns, tokens.response_mask())?
@@ -102,6 +152,21 @@ impl StepBatch {
         }
     }
 
+    /// Adds the mean score of each role.
+    fn push_role_rewards(&mut self, roles: &RoleGroups) -> Result<()> {
+        for (part, &score) in roles.parts.iter().zip(&roles.groups.scores) {
+            if !score.is_nan() && !part.role.is_empty() {
+                let mut one = MetricValues::default();
+                one.insert(
+                    &format!("role_reward/{}", part.role),
+                    single(f64::from(score)),
+                );
+                self.metrics.merge(&one)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Means over each trajectory's tokens from `[S]` or `[S, T]`, f32; absent without tokens.
     fn trajectory_means(&self, x: &Tensor) -> Result<Vec<Option<f32>>> {
         let (_, width) = self.tokens.dims();
@@ -112,9 +177,10 @@ impl StepBatch {
         let x = x.broadcast_as(self.tokens.dims()).context("advantages")?;
         let all = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let means = self.trajectories.sequences().iter().map(|own| {
-            let rows = all[own.start * width..own.end * width].chunks(width);
-            let pairs = rows.zip(&self.tokens.sequences()[own.clone()]);
-            let trained = pairs.flat_map(|(row, sequence)| row.iter().zip(sequence.trained()));
+            let trained = own.iter().flat_map(|&at| {
+                let row = &all[at * width..(at + 1) * width];
+                row.iter().zip(self.tokens.sequences()[at].trained())
+            });
             let trained = trained.filter(|(_, trains)| *trains);
             let trained: Vec<f64> = trained.map(|(&x, _)| f64::from(x)).collect();
             let count = trained.len() as f64;
@@ -145,21 +211,55 @@ impl StepBatch {
     }
 }
 
-/// Returns the rewards `[B]` after shaping and penalties, or their components `[B, K]` if nothing
-/// sums them, in the statistics dtype.
+/// The advantages `[B]` of samples with these rewards and roles: without a reward, 0. Without
+/// parts, all have one role, whose name is empty. Synchronizes with the device.
+fn minus_baselines(
+    rewards: &Tensor,
+    parts: Option<&[Part]>,
+    baselines: &mut RoleBaselines,
+) -> Result<Tensor> {
+    let device = rewards.device();
+    let all = rewards.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    let known = all.iter().enumerate().filter(|(_, x)| !x.is_nan());
+    let (places, known): (Vec<usize>, Vec<f64>) = known.map(|(at, x)| (at, *x)).unzip();
+    let role = |at: &usize| parts.map_or("", |parts| parts[*at].role.as_str());
+    let roles: Vec<&str> = places.iter().map(role).collect();
+    let mut advantages = vec![0.; all.len()];
+    for (at, advantage) in places.iter().zip(baselines.advantages(&known, &roles)?) {
+        advantages[*at] = advantage;
+    }
+    Ok(Tensor::new(advantages, &Device::Cpu)?
+        .to_dtype(rewards.dtype())?
+        .to_device(device)?)
+}
+
+/// Rewards of the samples that advantages compare.
+struct Rewards {
+    /// `[B]` after shaping and penalties, or their components `[B, K]` if nothing sums them, in
+    /// the statistics dtype.
+    rewards: Tensor,
+    metrics: MetricValues,
+}
+
+/// Returns the rewards of `scored`, which are the trajectories of `batch` or their parts.
 fn rewards(
-    batch: &mut StepBatch,
+    batch: &StepBatch,
+    scored: &RolloutGroups,
     has_estimator: bool,
     config: &TrainConfig,
     state: &mut TrainerState,
-) -> Result<Tensor> {
-    let (recipe, scored) = (&config.recipe, &batch.groups);
+) -> Result<Rewards> {
+    let recipe = &config.recipe;
     let device = batch.tokens.targets().device();
     let components = scored.component_tensor(device)?;
     // A pipeline with only a token stage cannot handle components where some are missing.
     let takes_components = has_estimator || recipe.advantage.pipeline().sequence.is_some();
+    let takes_components = takes_components && config.role_baselines.is_none();
     if keeps_components(recipe) && takes_components {
-        return Ok(components);
+        return Ok(Rewards {
+            rewards: components,
+            metrics: MetricValues::default(),
+        });
     }
     let mut moments = state
         .running_moments
@@ -171,7 +271,7 @@ fn rewards(
     };
     let shaped = shaping.apply(&components, scored.num_generations, moments.as_mut())?;
     state.running_moments = moments.map(|moments| moments.state()).transpose()?;
-    batch.metrics.merge(&shaped.metrics.to_host()?)?;
+    let metrics = shaped.metrics.to_host()?;
     let mut rewards = shaped.rewards;
     let dtype = rewards.dtype();
     let numbers = |number: &dyn Fn(&Rollout) -> usize| -> Result<Tensor> {
@@ -192,7 +292,7 @@ fn rewards(
     if let Some(overlong) = &recipe.overlong {
         rewards = (rewards + overlong.compute(&lengths)?)?;
     }
-    Ok(rewards)
+    Ok(Rewards { rewards, metrics })
 }
 
 fn is_zero(x: &Tensor) -> Result<bool> {

@@ -59,8 +59,8 @@
 
 mod advantages;
 mod collect;
+mod joined_rows;
 mod signals;
-mod trajectory_rows;
 mod update;
 
 use std::collections::BTreeMap;
@@ -78,8 +78,8 @@ pub use super::rollout_groups::RolloutGroups;
 pub use super::teachers::TaughtBy;
 pub use advantages::advantages;
 pub use collect::{collect, score};
+use joined_rows::JoinedRows;
 pub use signals::signals;
-use trajectory_rows::TrajectoryRows;
 pub use update::{Updates, update};
 
 use crate::{FinishReason, TokenBatch, TrainConfig};
@@ -94,7 +94,7 @@ pub struct StepBatch {
     groups: RolloutGroups,
     /// The tokens of the S sequences.
     tokens: TokenBatch,
-    trajectories: TrajectoryRows,
+    trajectories: JoinedRows,
     inputs: BTreeMap<Input, Tensor>,
     /// Inputs that [`signals`] has tried to compute. Not all are present.
     computed: Inputs,
@@ -129,7 +129,7 @@ impl StepBatch {
         } else {
             tokens
         };
-        let trajectories = TrajectoryRows::new(&groups.rollouts, &tokens)?;
+        let trajectories = JoinedRows::of_trajectories(&groups.rollouts, &tokens)?;
         let mask = trajectories.join(tokens.response_mask())?;
         let keep = kept(&config.sample_filters, &groups, &mask)?;
         let keep = keep.into_iter().zip(groups.is_scored());
@@ -237,6 +237,11 @@ impl StepBatch {
     /// Returns the advantages, f32 `[S]` or `[S, T]`, once [`advantages`] has added them.
     pub fn advantages(&self) -> Option<&Tensor> {
         self.advantages.as_ref()
+    }
+
+    /// Returns the metrics that the functions of the step have added.
+    pub fn metrics(&self) -> &MetricValues {
+        &self.metrics
     }
 
     /// Returns the reason why no completion trains, with the filters that drop any; `None` if one

@@ -407,12 +407,10 @@ impl MiniBatch {
     fn new(batch: &StepBatch, all: &TrainingBatch, drawn: &[usize]) -> Result<Self> {
         let (mut sequences, mut groups, mut trajectories) = (Vec::new(), Vec::new(), Vec::new());
         for (number, &trajectory) in drawn.iter().enumerate() {
-            let own = batch.trajectories.sequences()[trajectory].clone();
-            groups.extend(
-                own.clone()
-                    .map(|_| trajectory / batch.groups.num_generations),
-            );
-            trajectories.extend(own.clone().map(|_| number));
+            let own = &batch.trajectories.sequences()[trajectory];
+            let group = trajectory / batch.groups.num_generations;
+            groups.extend(own.iter().map(|_| group));
+            trajectories.extend(own.iter().map(|_| number));
             sequences.extend(own);
         }
         Ok(Self {

@@ -48,6 +48,7 @@ fn apart(whole: Rollout) -> Rollout {
                 finish_reason: all.finish_reason,
                 experts: None,
             },
+            role: None,
         }
     };
     let mut branches: Vec<Row> = episode.turns.iter().map(row).collect();
@@ -97,8 +98,8 @@ fn in_mini_batches() -> TrainConfig {
 #[case::sum_of_tokens(with_loss(Aggregation::SeqMeanTokenSum))]
 #[case::mean_of_prompts(with_loss(Aggregation::PromptMeanTokenMean))]
 #[case::mini_batches(in_mini_batches())]
-#[case::advantages_of_tokens(reinforce_plus_plus())]
 #[case::weights_of_tokens(with_token_weights())]
+#[case::advantages_of_tokens(reinforce_plus_plus())]
 #[case::probabilities_of_tokens(with_advantage(
     r#"{"name": "multi_turn_optimal_token_baseline"}"#
 ))]
@@ -129,7 +130,6 @@ fn branches_train_as_one_sequence_does(#[case] config: TrainConfig) {
     assert_eq!(metrics.reward_mean, expected.reward_mean);
 }
 
-fn with_advantage(name: &str) -> TrainConfig {
 fn with_token_weights() -> TrainConfig {
     let (pattern, weight) = ("a".to_owned(), 0.25);
     TrainConfig {
@@ -138,6 +138,7 @@ fn with_token_weights() -> TrainConfig {
     }
 }
 
+fn with_advantage(name: &str) -> TrainConfig {
     let mut config = with_loss(Aggregation::TokenMean);
     config.recipe.advantage = serde_json::from_str(name).unwrap();
     config

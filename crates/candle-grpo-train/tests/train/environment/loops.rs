@@ -384,7 +384,7 @@ impl Environment for Begins {
     fn reset(&mut self) -> Result<Observation> {
         Ok(Observation {
             append: Append::Text("a".repeat(1 + self.seed as usize % 7)),
-            state: None,
+            ..Observation::default()
         })
     }
 

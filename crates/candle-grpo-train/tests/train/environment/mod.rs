@@ -15,6 +15,7 @@ mod openenv;
 mod programs;
 #[cfg(all(unix, feature = "mcp"))]
 mod real_mcp;
+mod roles;
 mod rollouts;
 pub(crate) mod templates;
 #[cfg(unix)]

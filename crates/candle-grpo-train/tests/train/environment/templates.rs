@@ -130,7 +130,7 @@ impl Environment for Says {
     fn reset(&mut self) -> Result<Observation> {
         Ok(Observation {
             append: self.first.take().map_or(Append::Nothing, Append::Messages),
-            state: None,
+            ..Observation::default()
         })
     }
 

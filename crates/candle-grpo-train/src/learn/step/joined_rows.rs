@@ -1,21 +1,20 @@
 //! The sequences of trajectories, side by side and joined.
 
-use std::ops::Range;
-
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 
 use crate::{Rollout, TokenBatch};
 
-/// The sequences of each of B trajectories: S sequences of up to T tokens.
+/// B rows, each of which joins some of S sequences of up to T tokens: those of a trajectory, or of
+/// a role in a trajectory.
 ///
-/// Advantages compare trajectories. For them, the responses of a trajectory are joined to one of up
-/// to J tokens.
+/// Advantages compare these rows. For them, the responses of a row are one response of up to J
+/// tokens.
 #[derive(Debug, Clone)]
-pub(super) struct TrajectoryRows {
-    /// The sequences of each trajectory.
-    sequences: Vec<Range<usize>>,
-    /// The places between `[S, T]` and `[B, J]`; absent if each trajectory is one sequence.
+pub(super) struct JoinedRows {
+    /// The sequences of each row. Each sequence is in one row.
+    sequences: Vec<Vec<usize>>,
+    /// The places between `[S, T]` and `[B, J]`; absent if the rows are the sequences.
     places: Option<Places>,
 }
 
@@ -25,41 +24,45 @@ struct Places {
     joined: Tensor,
     /// `[S * T]`: the place in `[B * J]` of each token, or `B * J`.
     split: Tensor,
-    /// The trajectory of each sequence.
-    trajectories: Tensor,
+    /// The row of each sequence.
+    rows: Tensor,
     /// S and T.
     dims: (usize, usize),
     /// J.
     width: usize,
 }
 
-impl TrajectoryRows {
-    /// `tokens` are those of `rollouts`.
-    pub(super) fn new(rollouts: &[Rollout], tokens: &TokenBatch) -> Result<Self> {
+impl JoinedRows {
+    /// A row for each of `rollouts`, whose tokens are `tokens`.
+    pub(super) fn of_trajectories(rollouts: &[Rollout], tokens: &TokenBatch) -> Result<Self> {
         let mut first = 0;
         let sequences = rollouts.iter().map(|rollout| {
-            let range = first..first + 1 + rollout.branches.len();
-            first = range.end;
-            range
+            let own = first..first + 1 + rollout.branches.len();
+            first = own.end;
+            own.collect()
         });
-        let sequences: Vec<Range<usize>> = sequences.collect();
-        let is_branched = first > sequences.len();
-        let places = is_branched.then(|| Places::new(&sequences, tokens));
+        Self::new(sequences.collect(), tokens)
+    }
+
+    /// Rows with these sequences of `tokens`. Each sequence must be in one row.
+    pub(super) fn new(sequences: Vec<Vec<usize>>, tokens: &TokenBatch) -> Result<Self> {
+        let are_joined = sequences.iter().enumerate().any(|(row, own)| own != &[row]);
+        let places = are_joined.then(|| Places::new(&sequences, tokens));
         Ok(Self {
             sequences,
             places: places.transpose()?,
         })
     }
 
-    /// The sequences of each trajectory.
-    pub(super) fn sequences(&self) -> &[Range<usize>] {
+    /// The sequences of each row.
+    pub(super) fn sequences(&self) -> &[Vec<usize>] {
         &self.sequences
     }
 
-    /// Repeats the value of each trajectory for its sequences.
+    /// Repeats the value of each row for its sequences, which must be in order.
     pub(super) fn repeat<T: Copy>(&self, values: impl IntoIterator<Item = T>) -> Vec<T> {
         let pairs = self.sequences.iter().zip(values);
-        let values = pairs.flat_map(|(sequences, value)| sequences.clone().map(move |_| value));
+        let values = pairs.flat_map(|(sequences, value)| sequences.iter().map(move |_| value));
         values.collect()
     }
 
@@ -73,35 +76,35 @@ impl TrajectoryRows {
         Ok(gather(&x, &places.joined)?.reshape(shape)?)
     }
 
-    /// Splits values of joined tokens, `[B, J]` as `[S, T]`, and repeats those of trajectories:
-    /// `[B]` as `[S]`.
+    /// Splits values of joined tokens, `[B, J]` as `[S, T]`, and repeats those of rows: `[B]` as
+    /// `[S]`.
     pub(super) fn split(&self, x: &Tensor) -> Result<Tensor> {
         match &self.places {
             None => Ok(x.clone()),
             Some(places) if x.dims().get(1).is_some_and(|&width| width == places.width) => {
                 Ok(gather(x, &places.split)?.reshape(places.dims)?)
             }
-            Some(places) => Ok(x.contiguous()?.index_select(&places.trajectories, 0)?),
+            Some(places) => Ok(x.contiguous()?.index_select(&places.rows, 0)?),
         }
     }
 }
 
 impl Places {
-    fn new(sequences: &[Range<usize>], tokens: &TokenBatch) -> Result<Self> {
+    fn new(sequences: &[Vec<usize>], tokens: &TokenBatch) -> Result<Self> {
         let (s, t) = tokens.dims();
         let lengths = tokens.sequences().iter().map(|own| own.response().len());
         let lengths: Vec<usize> = lengths.collect();
         let joined_lengths = sequences
             .iter()
-            .map(|own| lengths[own.clone()].iter().sum::<usize>());
+            .map(|own| own.iter().map(|&sequence| lengths[sequence]).sum::<usize>());
         let width = joined_lengths.max().unwrap_or(0);
         let mut joined = vec![s * t; sequences.len() * width];
         let mut split = vec![joined.len(); s * t];
-        let mut trajectories = vec![0; s];
-        for (trajectory, own) in sequences.iter().enumerate() {
-            let mut to = trajectory * width;
-            for sequence in own.clone() {
-                trajectories[sequence] = trajectory;
+        let mut rows = vec![0; s];
+        for (row, own) in sequences.iter().enumerate() {
+            let mut to = row * width;
+            for &sequence in own {
+                rows[sequence] = row;
                 for from in (sequence * t..).take(lengths[sequence]) {
                     joined[to] = from;
                     split[from] = to;
@@ -113,7 +116,7 @@ impl Places {
         Ok(Self {
             joined: indices(&joined, device)?,
             split: indices(&split, device)?,
-            trajectories: indices(&trajectories, device)?,
+            rows: indices(&rows, device)?,
             dims: (s, t),
             width,
         })
@@ -155,6 +158,7 @@ mod tests {
         let row = |&length: &usize| Row {
             prompt_tokens: vec![0],
             completion: completion(length),
+            role: None,
         };
         let (last, branches) = lengths.split_last().unwrap();
         Rollout {
@@ -162,6 +166,7 @@ mod tests {
             sample_index: 0,
             prompt_tokens: vec![0],
             completion: completion(*last),
+            role: None,
             episode: None,
             branches: branches.iter().map(row).collect(),
         }
@@ -171,7 +176,7 @@ mod tests {
     fn responses_are_joined_and_split() {
         let rollouts = [rollout(&[2, 1]), rollout(&[2])];
         let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
-        let all = TrajectoryRows::new(&rollouts, &tokens).unwrap();
+        let all = JoinedRows::of_trajectories(&rollouts, &tokens).unwrap();
         let values = [[1f32, 2.], [3., f32::NAN], [4., 5.]];
         let values = Tensor::new(&values, &Device::Cpu).unwrap();
         let joined = all.join(&values).unwrap();
@@ -188,5 +193,18 @@ mod tests {
         let repeated = all.split(&of_trajectories).unwrap();
         assert_eq!(repeated.to_vec1::<f32>().unwrap(), [7., 7., 8.]);
         assert_eq!(all.repeat([true, false]), [true, true, false]);
+        // The second row has no sequence, and the third one is not in order.
+        let parts = vec![vec![1], vec![], vec![0, 2]];
+        let parts = JoinedRows::new(parts, &tokens).unwrap();
+        let joined = parts.join(&values).unwrap();
+        assert_eq!(
+            joined.to_vec2::<f32>().unwrap(),
+            [[3., 0., 0., 0.], [0.; 4], [1., 2., 4., 5.]]
+        );
+        let split = parts.split(&joined).unwrap();
+        assert_eq!(
+            split.to_vec2::<f32>().unwrap(),
+            [[1., 2.], [3., 0.], [4., 5.]]
+        );
     }
 }
