@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::thread;
 
+use candle_core::{DType, Device};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Parameters};
 use candle_grpo_tinker::{TinkerConfig, TinkerServer};
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -140,6 +142,28 @@ fn passes_that_join_have_the_bits_of_each_alone(
         train_models(&server, together)
     };
     assert_eq!(of(true), of(false));
+}
+
+/// The same over a base in quantized blocks, which computes something else than a dense one.
+#[test]
+fn passes_over_quantized_weights_join() {
+    let of = |form: BaseWeights, together: bool| {
+        let folder = tempdir().unwrap();
+        let config = TinkerConfig::new(folder.path(), MODEL);
+        let mut pretrained = pretrained();
+        let model = DecoderConfig {
+            hidden_size: 32,
+            intermediate_size: 64,
+            ..pretrained.model
+        };
+        let parameters = Parameters::init(&model, 5, &Device::Cpu).unwrap();
+        pretrained.parameters = parameters.frozen_as(&model, form, DType::F32).unwrap();
+        pretrained.model = model;
+        train_models(&Running::serve(config, pretrained), together)
+    };
+    let alone = of(BaseWeights::Q8_0, false);
+    assert_eq!(of(BaseWeights::Q8_0, true), alone);
+    assert_ne!(of(BaseWeights::Dense, false), alone);
 }
 
 /// A pass that fails does not change the results of those that it would join.

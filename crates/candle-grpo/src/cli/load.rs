@@ -7,10 +7,10 @@ use std::sync::Arc;
 use candle_grpo::config::{
     ConfigError, Configuration, Document, Import, ModelConfig, RunConfig, SftRunConfig,
 };
-use candle_grpo::nn::DecoderConfig;
+use candle_grpo::nn::{BaseWeights, DecoderConfig};
 use candle_grpo::run::{
-    RunPrompts, device, load_model, load_model_without_weights, load_policy_on_ranks, locate,
-    locate_files,
+    RunPrompts, device, load_base, load_model, load_model_without_weights, load_policy_on_ranks,
+    locate, locate_files,
 };
 use candle_grpo::train::environment::EnvironmentConfig;
 use candle_grpo::train::hub::{HubContent, HubName};
@@ -189,6 +189,15 @@ pub(super) fn policy(run: &impl Configuration, ranks: &Ranks) -> Result<Pretrain
 /// Loads a model.
 pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
+}
+
+/// Loads a model under adapters, with linear maps in the form `base` and other weights in `dtype`.
+pub(super) fn base(
+    config: &ModelConfig,
+    base: BaseWeights,
+    dtype: ComputeDType,
+) -> Result<Pretrained, Exit> {
+    load_base(config, base, dtype).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
 /// Sets a model's chat template variables.

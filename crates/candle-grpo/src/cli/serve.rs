@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use candle_grpo::config::ModelConfig;
+use candle_grpo::nn::BaseWeights;
 use candle_grpo::tinker::{TinkerConfig, TinkerListener};
 use candle_grpo::train::ComputeDType;
 
@@ -36,6 +37,10 @@ pub(super) struct ServeArguments {
     /// Compute in bf16 instead of f32.
     #[arg(long)]
     bf16: bool,
+    /// The form of the base model's linear maps in memory: dense, stored (the blocks of a GGUF
+    /// file), q4_0, q5_0, q8_0, q4_k, q5_k or q6_k.
+    #[arg(long, default_value = "dense", value_name = "FORM", value_parser = base_weights)]
+    base_weights: BaseWeights,
     /// The maximum number of tokens in a training pass, unless a single example has more.
     #[arg(long, default_value_t = defaults().micro_batch_tokens, value_name = "N")]
     micro_batch_tokens: usize,
@@ -62,19 +67,24 @@ fn defaults() -> TinkerConfig {
     TinkerConfig::new("", "")
 }
 
+fn base_weights(name: &str) -> Result<BaseWeights, String> {
+    serde_json::from_value(name.into()).map_err(|error| error.to_string())
+}
+
 /// Serves a model until it is asked to stop.
 pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
     let name = arguments.name.clone();
+    let dtype = if arguments.bf16 {
+        ComputeDType::Bf16
+    } else {
+        ComputeDType::F32
+    };
     let config = TinkerConfig {
         listen: SocketAddr::new(arguments.host, arguments.port),
         folder: arguments.folder.clone(),
         model_name: name.unwrap_or_else(|| arguments.tinker.display().to_string()),
         api_key_env: arguments.api_key_env.clone(),
-        compute_dtype: if arguments.bf16 {
-            ComputeDType::Bf16
-        } else {
-            ComputeDType::F32
-        },
+        compute_dtype: dtype,
         micro_batch_tokens: arguments.micro_batch_tokens,
         max_batch_size: arguments.max_batch_size,
         max_request_bytes: arguments.max_request_bytes,
@@ -85,10 +95,11 @@ pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
     let listener = TinkerListener::bind(config);
     let listener = listener.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let console = Console::new(arguments.quiet);
-    let pretrained = load::model(&ModelConfig {
+    let model = ModelConfig {
         path: load::model_file(&arguments.tinker, &console)?,
         ..ModelConfig::default()
-    })?;
+    };
+    let pretrained = load::base(&model, arguments.base_weights, dtype)?;
     let server = listener.serve(pretrained);
     let server = server.map_err(|error| Exit::Run(format!("{error:#}")))?;
     console.stop_when_asked();

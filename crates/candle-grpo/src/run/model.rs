@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_collective::{Alone, Collective, launch};
+use candle_grpo_nn::{BaseWeights, ComputeDType};
 use candle_grpo_train::{
     ChatTemplate, Pretrained, RunDir, cuda_device, cuda_device_count, cuda_is_enabled,
 };
@@ -44,6 +45,22 @@ pub fn device() -> Result<Device> {
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     load_in(config, Pretrained::load)
+}
+
+/// Loads a model as [`load_model`] does, with linear maps in the form `base` and other weights in
+/// `dtype`, for adapters that train.
+///
+/// # Errors
+///
+/// Returns an error as [`load_model`] does.
+pub fn load_base(
+    config: &ModelConfig,
+    base: BaseWeights,
+    dtype: ComputeDType,
+) -> Result<Pretrained> {
+    load_in(config, |path, device| {
+        Pretrained::load_frozen(path, device, base, dtype)
+    })
 }
 
 /// Loads the model for a run that trains it, as [`load_model`] does. Weights under adapters get the

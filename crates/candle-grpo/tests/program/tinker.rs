@@ -22,7 +22,11 @@ fn folder() -> tempfile::TempDir {
 const SERVE: [&str; 6] = ["serve", "--tinker", "model", "--port", "0", "--quiet"];
 
 fn serve(folder: &Path) -> (Running, String) {
-    let running = Running::start(command(folder, &SERVE));
+    serve_with(folder, &[])
+}
+
+fn serve_with(folder: &Path, options: &[&str]) -> (Running, String) {
+    let running = Running::start(command(folder, &[&SERVE[..], options].concat()));
     let url = running.lines.find("http://");
     (running, url.trim().to_owned())
 }
@@ -157,6 +161,23 @@ fn ctrl_c_ends_the_server() {
     kill(Pid::from_raw(server.id() as i32), Signal::SIGINT).unwrap();
     let (status, errors) = server.end();
     assert_eq!(status.code(), Some(0), "{errors}");
+}
+
+#[test]
+fn a_base_has_the_form_of_the_option() {
+    let folder = folder();
+    let output = grpo(
+        folder.path(),
+        &[&SERVE[..], &["--base-weights", "q9"]].concat(),
+    );
+    let words = "unknown variant `q9`, expected one of `dense`, `stored`, `q4_0`";
+    assert!(said(&output).contains(words), "{}", said(&output));
+    let (running, url) = serve_with(folder.path(), &["--base-weights", "stored", "--bf16"]);
+    let model = create_model(&url);
+    let mut results = vec![None];
+    work(&url, &model, &mut results);
+    assert!(results[0].is_some());
+    drop(running);
 }
 
 #[test]
