@@ -252,9 +252,11 @@ impl Episode {
         for (name, value) in fields {
             match name.as_str() {
                 "role" => {}
+                "feedback" if value.is_null() => next.feedback = None,
                 "feedback" => {
                     let text = value.as_str();
-                    let text = text.ok_or_else(|| Refusal::invalid(name, value, "be a text"))?;
+                    let text =
+                        text.ok_or_else(|| Refusal::invalid(name, value, "be a text or null"))?;
                     next.feedback = Some(text.to_owned());
                 }
                 "value" if value.is_null() => next.reward = Some(None),

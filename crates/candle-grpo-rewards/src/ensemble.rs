@@ -88,7 +88,13 @@ impl RewardFunction for EnsembleReward {
                     .map_or(score, |failure| score.after(failure))
             })
             .collect();
-        Ok(Scores::new(combined, samples)?.with_requests(all_requests(&scores)))
+        let feedback = (0..samples.len()).map(|sample| {
+            let texts = scores.iter().filter_map(|scores| scores.feedback(sample));
+            let texts: Vec<&str> = texts.collect();
+            (!texts.is_empty()).then(|| texts.join("\n\n"))
+        });
+        let combined = Scores::new(combined, samples)?.with_feedback(feedback.collect())?;
+        Ok(combined.with_requests(all_requests(&scores)))
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {

@@ -52,7 +52,7 @@ impl RewardFunction for LengthScaledReward {
 
     fn scores(&self, samples: &[Sample]) -> Result<Scores> {
         let judged = self.correct.scores(samples)?;
-        let requests = judged.requests();
+        let (requests, feedback) = (judged.requests(), judged.all_feedback());
         let judged: Vec<Score> = judged.iter_scores().collect();
         let mut scores = Vec::with_capacity(samples.len());
         for group in samples.chunk_by(|a, b| a.group == b.group) {
@@ -72,7 +72,8 @@ impl RewardFunction for LengthScaledReward {
                 }));
             }
         }
-        Ok(Scores::new(scores, samples)?.with_requests(requests))
+        let scores = Scores::new(scores, samples)?.with_feedback(feedback)?;
+        Ok(scores.with_requests(requests))
     }
 
     /// Returns the votes from the function that decides whether answers are right.

@@ -1,5 +1,6 @@
 //! The thread that trains and samples.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -39,6 +40,8 @@ pub(crate) struct Engine {
     models: Vec<(ModelId, Actor)>,
     /// Snapshots in memory, the one that was used last at the end.
     snapshots: Vec<(SamplerRecord, Snapshot)>,
+    /// Models whose last pass failed. They do not share passes, which would fail, too.
+    apart: BTreeSet<ModelId>,
 }
 
 impl Engine {
@@ -49,6 +52,7 @@ impl Engine {
             queues,
             models: Vec::new(),
             snapshots: Vec::new(),
+            apart: BTreeSet::new(),
         }
     }
 
@@ -75,6 +79,7 @@ impl Engine {
                 Turn::Train(requests) => self.train(requests)?,
                 Turn::Finish(id) => {
                     self.models.retain(|(other, _)| *other != id);
+                    self.apart.remove(&id);
                     // A server that starts completes it.
                     if let Err(error) = queues.store().finish_model(&id) {
                         tracing::warn!("{id}: removing its files: {error:#}");
@@ -93,6 +98,16 @@ impl Engine {
     /// Fails if a model cannot be brought into memory, or its requests, results and states cannot
     /// be read or written. The request then has no result, unless it was published.
     fn train(&mut self, requests: Vec<(ModelId, u64)>) -> Result<()> {
+        let (alone, together): (Vec<_>, Vec<_>) =
+            (requests.into_iter()).partition(|(id, _)| self.apart.contains(id));
+        for request in alone {
+            self.train_together(vec![request])?;
+        }
+        self.train_together(together)
+    }
+
+    /// [`Self::train`] with models that share a pass where they can.
+    fn train_together(&mut self, requests: Vec<(ModelId, u64)>) -> Result<()> {
         let mut tasks = Vec::new();
         for (id, seq) in requests {
             let task = self.task(&id, seq, tasks.len());
@@ -175,6 +190,11 @@ impl Engine {
         store.settle(id, seq, &task.work, &answered.outcome)?;
         // What failed may have changed a part of the actor: the folder has it without gradients.
         let fails = task.work.clears_gradients(&answered.outcome);
+        if fails {
+            self.apart.insert(task.id.clone());
+        } else {
+            self.apart.remove(&task.id);
+        }
         let actor = task.actor.filter(|_| !fails);
         self.models.extend(actor.map(|actor| (task.id, actor)));
         Ok(())

@@ -227,10 +227,9 @@ fn receive(group: usize, messages: usize) -> Result<()> {
         let (at, stream_of) = (address(&ones)?, stream.cu_stream().cast());
         assert_eq!(sum(at, at, 1, floats, 0, comm, stream_of), 0);
         assert_eq!(ones.to_vec1::<f32>()?, [ranks as f32]);
-        for message in 0..messages {
-            let received = Tensor::zeros(MESSAGES[message], DType::U8, device)?;
+        for (message, &count) in MESSAGES.iter().enumerate().take(messages) {
+            let received = Tensor::zeros(count, DType::U8, device)?;
             let at = address(&received)?;
-            let count = MESSAGES[message];
             assert_eq!(
                 broadcast(at, at, count, bytes_type, root, comm, stream_of),
                 0

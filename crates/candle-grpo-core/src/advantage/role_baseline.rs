@@ -64,6 +64,11 @@ impl RoleBaselines {
         Ok(())
     }
 
+    /// Takes the decay of other baselines.
+    pub fn set_decay_of(&mut self, other: &Self) {
+        self.decay = other.decay;
+    }
+
     /// Returns the baseline for each role that has had a reward.
     pub fn baselines(&self) -> &BTreeMap<String, f64> {
         &self.baselines

@@ -1,5 +1,7 @@
 //! Parts in a text.
 
+use std::collections::BTreeSet;
+
 use unicode_segmentation::UnicodeSegmentation;
 use whatlang::Lang;
 
@@ -47,8 +49,12 @@ const SWAHILI_WORDS: [&str; 40] = [
     "watu", "ya", "yake", "yeye", "za",
 ];
 
-/// Smallest share of these words in a Swahili text. In texts of other languages, it is below 5%.
+/// Smallest share of these words in a Swahili text. In longer texts of other languages, it is below
+/// 5%.
 const SWAHILI_SHARE: f64 = 0.2;
+
+/// Smallest number of different ones among them: short texts may have one of another language.
+const SWAHILI_DISTINCT: usize = 3;
 
 /// Returns the language codes that can be detected.
 pub(super) fn languages() -> impl Iterator<Item = &'static str> {
@@ -72,8 +78,9 @@ fn is_swahili(text: &str) -> bool {
     let text = text.to_lowercase();
     let all: Vec<&str> = words(&text).collect();
     let known = all.iter().filter(|word| SWAHILI_WORDS.contains(word));
-    let known = known.count() as f64;
-    known > 0. && known >= SWAHILI_SHARE * all.len() as f64
+    let distinct: BTreeSet<&str> = known.clone().copied().collect();
+    let share = known.count() as f64 / all.len().max(1) as f64;
+    distinct.len() >= SWAHILI_DISTINCT && share >= SWAHILI_SHARE
 }
 
 /// Counts the sentences with at least one letter or digit.
@@ -128,6 +135,9 @@ mod tests {
                 is_in_language(text, code) && !is_in_language(text, "sw"),
                 "{text}"
             );
+        }
+        for text in ["La vie à la campagne", "LA LA LAND"] {
+            assert!(!is_swahili(text), "{text}");
         }
         assert!(languages().any(|code| code == "sw"));
     }

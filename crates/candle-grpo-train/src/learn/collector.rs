@@ -15,12 +15,12 @@ use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
 use super::needs::{Needs, Source};
 use super::rollout_groups::RolloutGroups;
-use super::snapshot::NewestWeights;
+use super::snapshot::{NewestWeights, Snapshot};
 use super::step;
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::ranks::Ranks;
-use crate::rollout::{PolicyWeights, Trajectories, UnfinishedGroup};
+use crate::rollout::{PolicyWeights, Trajectories, UnfinishedGroup, WeightSync};
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 use candle_grpo_base::progress::Phase;
 
@@ -218,9 +218,26 @@ impl<C: ModelConfig> Collector<C> {
 
     /// Passes `weights` to the generator, even if it has them.
     pub(super) fn resend(&self, weights: &PolicyWeights<'_, C>) -> Result<()> {
+        let kept = self.kept(weights)?;
+        let weights = kept.as_ref().map_or(*weights, Snapshot::weights);
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.reset();
-        self.pass(weights, &mut turn, &*self.progress)
+        self.pass(&weights, &mut turn, &*self.progress)
+    }
+
+    /// Copies weights that a generator may read again later, if the policy trains meanwhile.
+    /// `None` if they stay as they are, or go to the generator as adapters.
+    fn kept(&self, weights: &PolicyWeights<'_, C>) -> Result<Option<Snapshot<C>>> {
+        let rollout = &self.config.rollout;
+        let reads_again = match rollout.weight_sync {
+            WeightSync::Nccl => true,
+            WeightSync::Auto => weights.adapters.is_none(),
+            _ => false,
+        };
+        let is_ahead = rollout.max_staleness > 0 && !rollout.engine.is_local();
+        (is_ahead && reads_again && self.sampler.takes_weights())
+            .then(|| Snapshot::new(weights, None))
+            .transpose()
     }
 
     /// Returns whether it draws greedy completions, too.
@@ -261,9 +278,11 @@ impl<C: ModelConfig> Collector<C> {
         weights: &PolicyWeights<'_, C>,
         sampling: SamplingConfig,
     ) -> Result<Sampler<C>> {
+        let kept = self.kept(weights)?;
+        let weights = kept.as_ref().map_or(*weights, Snapshot::weights);
         let mut turn = self.generator.reserve();
         let progress = self.progress.receiver();
-        self.pass(weights, &mut turn, &*progress)?;
+        self.pass(&weights, &mut turn, &*progress)?;
         let sampler = self.sampler.clone().with_config(sampling)?;
         Ok(sampler.with_progress(progress))
     }

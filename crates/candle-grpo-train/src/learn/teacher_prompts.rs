@@ -64,8 +64,13 @@ impl TeacherPrompts {
                 Source::Template(template) => template.has_column(name),
                 Source::Column(_) => false,
             };
-            let must = format!("be absent unless prompt contains {{{name}}}");
-            check(!is_given || is_shown, name, "given", must.as_str())?;
+            let (value, must) = if name == FEEDBACK {
+                ("true", "be false")
+            } else {
+                ("given", "be absent")
+            };
+            let must = format!("{must} unless prompt contains {{{name}}}");
+            check(!is_given || is_shown, name, value, must.as_str())?;
         }
         Ok(Self {
             source,

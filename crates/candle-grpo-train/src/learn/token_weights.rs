@@ -15,8 +15,8 @@ use crate::sequence::Column;
 
 /// A weight for the tokens whose text matches a pattern (`loss_scale` in ms-swift).
 ///
-/// It multiplies every term of the loss at these tokens except the entropy and the observations.
-/// Denominators do not change.
+/// It multiplies every term of the policy loss at these tokens except the entropy and the
+/// observations. Denominators do not change.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]

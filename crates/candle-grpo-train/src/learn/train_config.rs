@@ -103,8 +103,9 @@ pub struct TrainConfig {
     /// Weights are divided by their mean over the step. Absent: all rows weigh the same.
     pub sample_weight_column: Option<String>,
     /// Weights of response tokens by their text, each with a `pattern` and a `weight`, in every
-    /// term of the loss except the entropy and the observations (ms-swift's `loss_scale`). The
-    /// last pattern that matches a token counts. Empty: all tokens weigh the same.
+    /// term of `recipe.policy_loss` except the entropy and the observations (ms-swift's
+    /// `loss_scale`). The last pattern that matches a token counts. Empty: all tokens weigh
+    /// the same.
     pub token_weights: Vec<TokenWeight>,
     /// Resampling of the completions by score, with replacement, after the advantages are computed
     /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
@@ -675,6 +676,10 @@ impl TrainConfig {
             (
                 self.critic.is_some(),
                 "be absent with a critic, whose returns it does not compute",
+            ),
+            (
+                self.recipe.advantage.needs() != Inputs::NONE || self.reward_kl.is_some(),
+                "be absent with a recipe.advantage that needs other inputs, such as a KL penalty or greedy completions, and with reward_kl",
             ),
         ] {
             check::check(!other, "role_baselines", "given", must)?;

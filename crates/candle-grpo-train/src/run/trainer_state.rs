@@ -114,6 +114,11 @@ fn ensure_same_parts(saved: &TrainerState, now: &TrainerState) -> Result<()> {
             now.reward_kl.is_some(),
         ),
         (
+            "role_baselines",
+            saved.role_baselines.is_some(),
+            now.role_baselines.is_some(),
+        ),
+        (
             "adaptive_entropy",
             saved.adaptive_entropy.is_some(),
             now.adaptive_entropy.is_some(),
@@ -304,6 +309,9 @@ impl<C: ModelConfig> Models<C> {
         let groups = read_json_lines(&folder.join(UNFINISHED_GROUPS))?;
         file.state.unfinished_groups.extend(groups);
         ensure_same_parts(&file.state, now)?;
+        if let (Some(saved), Some(now)) = (&mut file.state.role_baselines, &now.role_baselines) {
+            saved.set_decay_of(now);
+        }
         self.ensure_same_custom(folder)?;
         match (&file.base_sha256, self.base_sha256()?) {
             (Some(saved), Some(now)) => ensure!(

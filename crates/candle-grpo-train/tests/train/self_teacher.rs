@@ -686,7 +686,7 @@ fn settings_of_a_teacher_that_contradict_each_other_are_named() {
                 feedback: true,
                 ..source(Some("{prompt}"), None)
             },
-            "feedback: given, must be absent unless prompt contains {feedback}",
+            "feedback: true, must be false unless prompt contains {feedback}",
         ),
         (
             SelfTeacherConfig {

@@ -41,6 +41,7 @@ pub fn advantages(
 ) -> Result<()> {
     let by_role = RoleGroups::new(&batch.groups);
     if let Some(roles) = &by_role {
+        ensure_for_roles(batch, config)?;
         batch.push_role_rewards(roles)?;
     }
     let compared = by_role
@@ -209,6 +210,24 @@ impl StepBatch {
             _ => None,
         })
     }
+}
+
+/// Checks that no setting compares a role with what belongs to the whole trajectory.
+fn ensure_for_roles(batch: &StepBatch, config: &TrainConfig) -> Result<()> {
+    let recipe = &config.recipe;
+    let turns = recipe.length_penalty.as_ref().map_or(0., |x| x.turns);
+    for (field, is_given) in [
+        ("recipe.advantage", batch.groups.greedy_scores.is_some()),
+        (
+            "recipe.policy_loss.positive_nll",
+            recipe.policy_loss.positive_nll.is_some(),
+        ),
+        ("recipe.length_penalty.turns", turns != 0.),
+    ] {
+        let must = "be another one, as rows have roles: it reads scores or turns of trajectories";
+        check(!is_given, field, "given", must)?;
+    }
+    Ok(())
 }
 
 /// The advantages `[B]` of samples with these rewards and roles: without a reward, 0. Without

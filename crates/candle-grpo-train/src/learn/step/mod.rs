@@ -181,8 +181,8 @@ impl StepBatch {
         self
     }
 
-    /// Sets the weights of the tokens, `[S, T]`, in every term of the loss except the entropy and
-    /// the observations. Denominators do not change.
+    /// Sets the weights of the tokens, `[S, T]`, in every term of the policy loss except the
+    /// entropy and the observations. Denominators do not change.
     #[must_use]
     pub fn with_token_weights(mut self, weights: Tensor) -> Self {
         self.token_weights = Some(weights);
