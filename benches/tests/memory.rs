@@ -855,8 +855,10 @@ fn a_rank_reads_its_share_of_f32_weights(
     let largest = shapes.values().map(|shape| shape.elem_count()).max();
     let bound = share + 8 * largest.unwrap_or(0);
     println!("{kept} of {share}, at most {most} of {bound}");
-    assert!((1.0..1.01).contains(&(kept as f64 / share as f64)));
-    assert!(most <= bound + bound / 100);
+    // Each tensor and its parts also have names, shapes and places.
+    let others = shapes.len() * 2048;
+    assert!((share..=share + share / 100 + others).contains(&kept));
+    assert!(most <= bound + bound / 100 + others);
     Ok(())
 }
 

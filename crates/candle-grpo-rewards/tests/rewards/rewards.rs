@@ -1,6 +1,10 @@
 //! Reward functions as a configuration names them.
 
-use candle_grpo_rewards::{FinishReason, RewardConfig, RewardFunction, Sample, WeightedRewards};
+use candle_grpo_core::rewards::ScoreEnsemble;
+use candle_grpo_rewards::{
+    EnsembleReward, FinishReason, RewardConfig, RewardFunction, Sample, Score, Scores,
+    WeightedRewards,
+};
 use candle_grpo_test_support::device;
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -212,4 +216,41 @@ fn the_files_and_folders_of_parts_are_those_of_the_whole() {
     let whole: RewardConfig = serde_json::from_value(whole).unwrap();
     assert_eq!(whole.files(), [script]);
     assert_eq!(whole.caches(), [std::path::Path::new("replies")]);
+}
+
+/// Says the same about each completion.
+struct Says(&'static str);
+
+impl RewardFunction for Says {
+    fn score(&self, samples: &[Sample]) -> anyhow::Result<Vec<Score>> {
+        Ok(vec![1f32.into(); samples.len()])
+    }
+
+    fn scores(&self, samples: &[Sample]) -> anyhow::Result<Scores> {
+        let text = (!self.0.is_empty()).then(|| self.0.to_owned());
+        Scores::new(self.score(samples)?, samples)?.with_feedback(vec![text; samples.len()])
+    }
+}
+
+#[test]
+fn wrappers_pass_on_what_rewards_say() {
+    let row = json!({});
+    let samples = [sample("a", &row), sample("b", &row)];
+    let feedback = |reward: &dyn RewardFunction| {
+        let mut components = reward.components(&samples).unwrap();
+        assert_eq!(components.len(), 1);
+        components.remove(0).feedback(1).map(str::to_owned)
+    };
+    let judges = || EnsembleReward::new(ScoreEnsemble::Min);
+    let all = judges().with(Says("one")).with(Says("")).with(Says("two"));
+    assert_eq!(feedback(&all).as_deref(), Some("one\n\ntwo"));
+    let sum = WeightedRewards::new().with("judges", 0.5, judges().with(Says("one")));
+    assert_eq!(feedback(&sum).as_deref(), Some("one"));
+    assert_eq!(feedback(&judges().with(Says(""))), None);
+    let scores = Says("one").scores(&samples).unwrap();
+    let error = scores.with_feedback(vec![None]).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "feedback: 1 for 2 samples, there must be one for each"
+    );
 }

@@ -17,7 +17,7 @@ use candle_grpo_test_support::{WATCHDOG, cases, device};
 use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rewards::Score;
-use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
+use candle_grpo_train::rollout::{Deliver, Engine, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, Sampler, StepMetrics,
     TrainConfig, Trainer, TrainerParts,
@@ -1150,5 +1150,49 @@ fn a_server_draws_ahead(#[case] mut config: TrainConfig) {
                 "{versions:?}"
             );
         }
+    }
+}
+
+/// Keeps the parameters that it receives, as an engine that may send them again does.
+struct Keeps {
+    recorder: Arc<Recorder>,
+    kept: Mutex<Vec<(u64, Parameters, BTreeMap<String, Vec<f32>>)>>,
+}
+
+impl Generator for Keeps {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.recorder.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        let (parameters, values) = (weights.parameters.clone(), values_of(weights.parameters));
+        let mut kept = self.kept.lock().unwrap();
+        kept.push((weights.version, parameters, values));
+        self.recorder.weights_changed(weights, progress)
+    }
+}
+
+/// The policy trains while an engine still has the weights of an evaluation.
+#[test]
+fn weights_that_an_engine_keeps_do_not_change() {
+    let keeps = Arc::new(Keeps {
+        recorder: Recorder::plain(),
+        kept: Mutex::default(),
+    });
+    let mut config = config(1);
+    config.rollout.engine = Engine::Vllm;
+    config.rollout.base_url = vec!["http://127.0.0.1:1".to_owned()];
+    let mut trainer = trainer_of(TrainerParts {
+        generator: Some(keeps.clone()),
+        ..parts(digest, config)
+    });
+    for _ in 0..3 {
+        drop(trainer.sampler(sampling()).unwrap());
+        trainer.step().unwrap();
+    }
+    let kept = keeps.kept.lock().unwrap();
+    assert!(kept.len() > 3);
+    for (version, parameters, values) in kept.iter() {
+        assert!(values_of(parameters) == *values, "version {version}");
     }
 }

@@ -7,6 +7,8 @@ use anyhow::Result;
 use candle_core::Device;
 use candle_grpo_core::AdvantagePipeline;
 use candle_grpo_core::advantage::RoleBaselines;
+use candle_grpo_core::rewards::CostPenalty;
+use candle_grpo_loss::PositiveNll;
 use candle_grpo_train::environment::{
     Environment, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Observation, Step, Turn,
 };
@@ -212,6 +214,48 @@ fn advantages_of_turns_refuse_roles() {
         format!("{error:#}"),
         "turn_advantage: given, must be absent, as rows have roles"
     );
+}
+
+/// Scores and turns are those of the whole trajectory.
+#[rstest]
+#[case::positive(
+    |config: &mut TrainConfig| config.recipe.policy_loss.positive_nll = Some(PositiveNll { coef: 0.1, score_above: 0. }),
+    "recipe.policy_loss.positive_nll"
+)]
+#[case::turns(
+    |config: &mut TrainConfig| {
+        let penalty = CostPenalty { output_tokens: 0., input_tokens: 0., turns: 0.1 };
+        config.recipe.length_penalty = Some(penalty);
+    },
+    "recipe.length_penalty.turns"
+)]
+fn settings_that_read_trajectories_refuse_roles(
+    #[case] set: fn(&mut TrainConfig),
+    #[case] field: &str,
+) {
+    let mut config = centered();
+    set(&mut config);
+    let all: [Roles<'_>; 2] = [(BOTH, &[], 2.), (BOTH, &[], 1.)];
+    let error = advantages(&all, &config, &mut TrainerState::new(&config)).unwrap_err();
+    let kind = ErrorKind::of(&error);
+    assert!(
+        matches!(kind, ErrorKind::Invalid(invalid) if invalid.field == field),
+        "{kind:?}"
+    );
+    // Without roles, they are as before.
+    let all: [Roles<'_>; 2] = [(&[""], &[], 2.), (&[""], &[], 1.)];
+    advantages(&all, &config, &mut TrainerState::new(&config)).unwrap();
+}
+
+#[test]
+fn baselines_refuse_an_advantage_with_inputs() {
+    let mut config = config();
+    config.role_baselines = Some(RoleBaselines::new(0.5).unwrap());
+    config.validate().unwrap();
+    config.recipe.advantage = AdvantagePipeline::remax();
+    let error = config.validate().unwrap_err().to_string();
+    let words = "role_baselines: given, must be absent with a recipe.advantage that needs";
+    assert!(error.starts_with(words), "{error}");
 }
 
 /// An environment that plays the policy's opponent: the policy is the first or the second player.
