@@ -1156,8 +1156,11 @@ fn a_server_draws_ahead(#[case] mut config: TrainConfig) {
 /// Keeps the parameters that it receives, as an engine that may send them again does.
 struct Keeps {
     recorder: Arc<Recorder>,
-    kept: Mutex<Vec<(u64, Parameters, BTreeMap<String, Vec<f32>>)>>,
+    kept: Mutex<Vec<Kept>>,
 }
+
+/// Parameters that a generator has received, with their version and their values then.
+type Kept = (u64, Parameters, BTreeMap<String, Vec<f32>>);
 
 impl Generator for Keeps {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
