@@ -1194,7 +1194,7 @@ fn weights_that_an_engine_keeps_do_not_change() {
         trainer.step().unwrap();
     }
     let kept = keeps.kept.lock().unwrap();
-    assert!(kept.len() > 3);
+    assert!(kept.len() >= 3);
     for (version, parameters, values) in kept.iter() {
         assert!(values_of(parameters) == *values, "version {version}");
     }
