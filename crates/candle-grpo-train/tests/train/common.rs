@@ -130,6 +130,17 @@ pub(crate) fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) 
     TrainerParts::new(model(), parameters(), tokenizer(), prompts, reward, config)
 }
 
+/// Trainer parts for the tiny policy with experts.
+pub(crate) fn parts_with_experts(
+    reward: impl RewardFunction + 'static,
+    config: TrainConfig,
+) -> TrainerParts {
+    let model = model_with_experts();
+    let parameters = parameters_of(&model, device());
+    let prompts = prompts(&["a", "b", "ab", "ba", "aab"]);
+    TrainerParts::new(model, parameters, tokenizer(), prompts, reward, config)
+}
+
 pub(crate) fn trainer_of(parts: TrainerParts) -> Trainer {
     Trainer::new(parts).unwrap()
 }

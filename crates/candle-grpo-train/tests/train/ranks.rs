@@ -29,8 +29,8 @@ use rstest::rstest;
 use serde_json::json;
 
 use crate::common::{
-    self, assert_records_close, digest, model, model_with_experts, parameters, parameters_of,
-    parts, pretrained, prompts, sampling, share_of_a, tokenizer, trainer, trainer_of,
+    self, assert_records_close, digest, model, parameters, parts, parts_with_experts, pretrained,
+    prompts, sampling, share_of_a, tokenizer, trainer, trainer_of,
 };
 
 /// Five prompts with four completions each, in two mini-batches.
@@ -103,20 +103,35 @@ fn assert_equal_on_ranks(build: impl Fn() -> TrainerParts + Sync, steps: usize) 
     let alone = run(&mut trainer_of(build()), steps);
     assert!(alone.metrics.iter().any(|metrics| !metrics.skipped));
     for world_size in [2, 3, 4] {
-        let runs = on_ranks(world_size, |collective| {
-            run(
-                &mut trainer_of(TrainerParts {
-                    collective,
-                    ..build()
-                }),
-                steps,
-            )
-        });
-        for other in &runs[1..] {
-            assert!(*other == runs[0], "{world_size} ranks differ");
-        }
-        assert_run_close(&runs[0], &alone);
+        assert_equal_to_one_rank(&build, steps, world_size, &alone);
     }
+}
+
+/// Checks that a run with `world_size` ranks equals `alone`, a run with one rank, up to rounding,
+/// and is bit-identical on all ranks.
+pub(crate) fn assert_equal_to_one_rank(
+    build: impl Fn() -> TrainerParts + Sync,
+    steps: usize,
+    world_size: usize,
+    alone: &Run,
+) {
+    let size = build().config.sequence_ranks;
+    let runs = on_ranks(world_size, |collective| {
+        run(
+            &mut trainer_of(TrainerParts {
+                collective,
+                ..build()
+            }),
+            steps,
+        )
+    });
+    for other in &runs[1..] {
+        assert!(
+            *other == runs[0],
+            "{world_size} ranks in teams of {size} differ"
+        );
+    }
+    assert_run_close(&runs[0], alone);
 }
 
 pub(crate) fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
@@ -205,18 +220,7 @@ fn replayed_experts_are_those_of_one_rank(
         micro_batch_size: 1,
         ..config(Recipe::grpo())
     };
-    let model = model_with_experts();
-    let build = || {
-        TrainerParts::new(
-            model.clone(),
-            parameters_of(&model, device()),
-            tokenizer(),
-            prompts(&["a", "b", "ab", "ba", "aab"]),
-            digest,
-            config.clone(),
-        )
-    };
-    assert_equal_on_ranks(build, 3);
+    assert_equal_on_ranks(|| parts_with_experts(digest, config.clone()), 3);
 }
 
 /// Before the first update, entropies have the same bits on any number of ranks.

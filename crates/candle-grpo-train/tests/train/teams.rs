@@ -10,11 +10,11 @@ use candle_grpo_train::{TrainConfig, Trainer, TrainerParts};
 use rstest::rstest;
 
 use crate::common::{
-    digest, model, model_with_experts, model_with_states, parameters_of, parts, prompts, tokenizer,
+    digest, model, model_with_states, parameters_of, parts, parts_with_experts, prompts, tokenizer,
     trainer_of,
 };
 use crate::demonstrations;
-use crate::ranks::{advantage, assert_run_close, config, run, surrogate, with_critic};
+use crate::ranks::{advantage, assert_equal_to_one_rank, config, run, surrogate, with_critic};
 
 /// Settings in which `size` ranks share each pass.
 fn in_teams(size: usize, config: TrainConfig) -> TrainConfig {
@@ -34,22 +34,8 @@ fn assert_equal_in_teams(
     let alone = run(&mut trainer_of(build(config.clone())), 3);
     assert!(alone.metrics.iter().any(|metrics| !metrics.skipped));
     for &(world_size, size) in teams {
-        let runs = on_ranks(world_size, |collective| {
-            run(
-                &mut trainer_of(TrainerParts {
-                    collective,
-                    ..build(in_teams(size, config.clone()))
-                }),
-                3,
-            )
-        });
-        for other in &runs[1..] {
-            assert!(
-                *other == runs[0],
-                "{world_size} ranks in teams of {size} differ"
-            );
-        }
-        assert_run_close(&runs[0], &alone);
+        let build = || build(in_teams(size, config.clone()));
+        assert_equal_to_one_rank(build, 3, world_size, &alone);
     }
 }
 
@@ -92,7 +78,6 @@ fn teams_divide_what_other_ranks_divide(
 #[rstest]
 fn teams_balance_and_replay_experts(#[values(0., 0.1)] router_aux_loss_coef: f64) {
     stay_on_cpu();
-    let model = model_with_experts();
     let config = TrainConfig {
         router_aux_loss_coef,
         router_replay: true,
@@ -100,17 +85,11 @@ fn teams_balance_and_replay_experts(#[values(0., 0.1)] router_aux_loss_coef: f64
         micro_batch_size: 1,
         ..config(Recipe::grpo())
     };
-    let build = |config| {
-        TrainerParts::new(
-            model.clone(),
-            parameters_of(&model, device()),
-            tokenizer(),
-            prompts(&["a", "b", "ab", "ba", "aab"]),
-            digest,
-            config,
-        )
-    };
-    assert_equal_in_teams(build, &config, &[(2, 2), (4, 2)]);
+    assert_equal_in_teams(
+        |config| parts_with_experts(digest, config),
+        &config,
+        &[(2, 2), (4, 2)],
+    );
 }
 
 /// The ranks divide the rows of demonstrations as without teams.
