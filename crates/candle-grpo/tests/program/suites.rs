@@ -7,13 +7,12 @@ use std::path::{Path, PathBuf};
 use candle_grpo::config::SuiteConfig;
 use candle_grpo::suite::{PromptResult, read_rows};
 use candle_grpo::train::Dataset;
-use candle_grpo::train::FinishReason;
 use candle_grpo::train::data::Question;
 use candle_grpo::train::rewards::{CodeReward, MathReward, RewardFunction, RewardKind, Sample};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::{grpo, lines, said, succeeds, write_long_model};
+use crate::support::{grpo, lines, said, sample, succeeds, write_long_model};
 
 const SUITE: &str = "
 data: {held_out: letters.jsonl, prompt: '{word}'}
@@ -575,16 +574,7 @@ fn solutions_of_humaneval_pass_and_others_do_not() {
             .iter()
             .zip(&texts)
             .enumerate()
-            .map(|(group, (row, completion))| Sample {
-                prompt: "",
-                messages: &[],
-                completion,
-                prompt_tokens: &[],
-                completion_tokens: &[],
-                finish_reason: FinishReason::StopToken,
-                columns: row,
-                group,
-            })
+            .map(|(group, (row, completion))| sample(row, completion, group))
             .collect();
         let scores = reward.score(&samples).unwrap();
         scores

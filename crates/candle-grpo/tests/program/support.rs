@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 
 use candle_core::Device;
 use candle_grpo::nn::{DecoderConfig, Parameters};
-use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo::train::{FinishReason, Pretrained, Sample};
 use candle_grpo_test_support::TINY_DECODER;
 use serde_json::{Value, json};
 
@@ -26,6 +26,20 @@ max_steps: 12
 run_dir: run
 threads: 1
 ";
+
+/// A completion for a row of data, as rewards that read only these see it.
+pub(crate) fn sample<'a>(columns: &'a Value, completion: &'a str, group: usize) -> Sample<'a> {
+    Sample {
+        prompt: "",
+        messages: &[],
+        completion,
+        prompt_tokens: &[],
+        completion_tokens: &[],
+        finish_reason: FinishReason::StopToken,
+        columns,
+        group,
+    }
+}
 
 /// [`CONFIG`] with this many steps of 2 prompts, and an evaluation and a checkpoint every 2 steps.
 pub(crate) fn short_config(steps: usize) -> String {

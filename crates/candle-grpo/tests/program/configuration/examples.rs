@@ -6,9 +6,11 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use candle_grpo::config::RunConfig;
 use candle_grpo::train::data::{Question, Row};
-use candle_grpo::train::{Dataset, FinishReason, RewardConfig, RewardFunction, Sample};
+use candle_grpo::train::{Dataset, RewardConfig, RewardFunction};
 use rstest::rstest;
 use serde_json::{Value, json};
+
+use crate::support::sample;
 
 /// Reads a configuration in `examples/`, and its data.
 fn read(file: &str) -> (RunConfig, Dataset) {
@@ -23,16 +25,7 @@ fn read(file: &str) -> (RunConfig, Dataset) {
 
 fn score(config: &RunConfig, row: &Row, completion: &str) -> f32 {
     let rewards = RewardConfig::build(&config.rewards, &Device::Cpu).unwrap();
-    let sample = Sample {
-        prompt: "",
-        messages: &[],
-        completion,
-        prompt_tokens: &[],
-        completion_tokens: &[],
-        finish_reason: FinishReason::StopToken,
-        columns: &row.columns,
-        group: 0,
-    };
+    let sample = sample(&row.columns, completion, 0);
     rewards.score(&[sample]).unwrap()[0].value().unwrap()
 }
 
