@@ -242,8 +242,9 @@ mod tests {
         let listed = live.list().unwrap();
         let lent = live.lend();
         let (begun, has_begun) = channel();
-        let (end, ended) = channel();
         thread::scope(|scope| {
+            // A failed assertion drops `end`, which ends the reader, too.
+            let (end, ended) = channel();
             let (shared, listed) = (&live, &listed);
             let reading = scope.spawn(move || {
                 shared.read(listed, |_| {
