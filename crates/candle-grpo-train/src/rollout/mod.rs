@@ -4,6 +4,7 @@
 //! SGLang or llama.cpp servers. Choose a server if sampling takes most of a step. To sample from
 //! another source, implement [`Generator`].
 
+mod adapter_engine;
 mod completion;
 mod completion_builder;
 mod config;
@@ -20,6 +21,7 @@ mod structured_outputs;
 mod trajectories;
 mod unfinished;
 
+pub use adapter_engine::AdapterEngine;
 pub use candle_grpo_rewards::FinishReason;
 pub use completion::{Completion, Rollout, Row};
 pub use completion_builder::CompletionBuilder;

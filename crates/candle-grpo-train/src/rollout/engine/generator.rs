@@ -224,6 +224,29 @@ impl ServerGenerator {
         self
     }
 
+    /// Lets the servers sample from `weights`, beside those of other generators. Their adapters are
+    /// the PEFT directory `folder`, which the servers must see under the same path. Without it,
+    /// they are the model that the servers serve from their start. No server may have had
+    /// weights with this version. The log-probs are compared as in [`Self::weights_changed`].
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`Self::weights_changed`].
+    pub(super) fn serve_saved(
+        &self,
+        folder: Option<&Path>,
+        weights: &PolicyWeights<'_>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let saved = EngineWeights::saved(weights.version, folder)?;
+        self.prober.transfer(weights, saved, progress)
+    }
+
+    /// Lets the servers unload the adapter from [`Self::serve_saved`], and does not wait for it.
+    pub(super) fn unload(&self) {
+        self.servers.unload();
+    }
+
     /// Returns the form in which the engine receives `weights`, if it does.
     fn format(
         &self,

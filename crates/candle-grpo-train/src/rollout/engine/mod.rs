@@ -8,6 +8,7 @@
 //! Tokens are exchanged as ids; no text is tokenized again. At the start, a probe determines which
 //! distribution the server's log-probs belong to.
 
+mod adapters;
 mod draw;
 mod generator;
 mod live_weights;
@@ -25,6 +26,7 @@ mod vllm_transfer;
 mod weight_check;
 mod weights;
 
+pub use adapters::ServerAdapters;
 pub use generator::ServerGenerator;
 pub use openai::OpenAi;
 pub use protocol::{

@@ -248,7 +248,7 @@ impl Prober {
             before_temperature(url, temperature)
         );
         bail!(
-            "rollout.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy after {} steps, must differ by at most {bound}: it serves other weights, or computes in lower precision",
+            "rollout.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy, version {}, must differ by at most {bound}: it serves other weights, or computes in lower precision",
             weights.version
         );
     }
@@ -303,7 +303,7 @@ pub(super) fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Res
 
 fn before_temperature(url: &str, temperature: f64) -> String {
     format!(
-        "rollout.base_url: {url} names log-probs before the temperature of {temperature}, must name those after it: start vLLM with --logprobs-mode processed_logprobs, or set sampler.temperature to 1"
+        "rollout.base_url: {url} names log-probs before the temperature of {temperature}, must name those after it: start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
     )
 }
 

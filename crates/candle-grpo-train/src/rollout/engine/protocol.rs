@@ -144,6 +144,17 @@ pub trait Protocol: Send + Sync {
     /// Fails if a request fails, or if the server reports another version afterward.
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
 
+    /// Unloads an adapter by its name. It is no error if the server does not have it. By default,
+    /// adapters stay in the server.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the server refuses it, or does not answer.
+    fn unload(&self, server: &Server, adapter: &str) -> Result<(), Failure> {
+        let _ = (server, adapter);
+        Ok(())
+    }
+
     /// Connects to the server's processes, which then receive weights in
     /// [`WeightFormat::Memory`](super::WeightFormat::Memory). Called once the server is healthy, to
     /// find out whether it can. By default, servers load weights from a directory only.

@@ -258,6 +258,28 @@ impl Servers {
         state.servers.iter().any(|server| server.is_loading)
     }
 
+    /// Starts a thread that lets all servers unload the adapter that they serve.
+    pub(super) fn unload(self: &Arc<Self>) {
+        self.close();
+        let weights = self.lock().weights.clone();
+        let Some(adapter) = weights.filter(|weights| weights.format == WeightFormat::Adapter)
+        else {
+            return;
+        };
+        let servers = Arc::clone(self);
+        let unload = move || {
+            for server in &servers.list {
+                if let Err(failure) = servers.protocol.unload(server, &adapter.name()) {
+                    tracing::warn!("{}: unloading {}: {failure}", server.url, adapter.name());
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("engine".to_owned());
+        if let Err(error) = thread.spawn(unload) {
+            tracing::warn!("no thread can be started: {error}");
+        }
+    }
+
     /// Starts threads that ask the servers to end their requests, again and again until they are
     /// stopped. A server that refuses it is an error.
     pub(super) fn interrupt(self: &Arc<Self>) -> Result<Workers<()>> {
@@ -523,6 +545,11 @@ impl Servers {
             let _ = server.model.set(model);
         }
         match weights {
+            // Another program may answer now.
+            Some(weights) if !weights.must_load() => {
+                self.lock().servers[index].must_probe = true;
+                Ok(())
+            }
             Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
                 // Before the version can change. A failed load must be repeated: it may have set
                 // the version, and left the server paused.

@@ -136,13 +136,13 @@ impl Protocol for Sglang {
                         status: 400,
                         message,
                     }) if message.contains("already") => {
-                        unload(server, &weights.name())?;
+                        self.unload(server, &weights.name())?;
                         load()?;
                     }
                     result => result?,
                 }
                 for old in &weights.replaced {
-                    unload(server, old)?;
+                    self.unload(server, old)?;
                 }
                 Ok(())
             }
@@ -171,6 +171,18 @@ impl Protocol for Sglang {
                 }
             }
             WeightFormat::Memory => self.join(server),
+            WeightFormat::Served => Ok(()),
+        }
+    }
+
+    fn unload(&self, server: &Server, adapter: &str) -> Result<(), Failure> {
+        let call = Call::post("/unload_lora_adapter", json!({"lora_name": adapter}));
+        match server.call(&call) {
+            Ok(_)
+            | Err(Failure::Status {
+                status: 400 | 404, ..
+            }) => Ok(()),
+            Err(failure) => Err(failure),
         }
     }
 
@@ -198,18 +210,6 @@ fn single(answer: &Value) -> &Value {
     match answer {
         Value::Array(answers) if answers.len() == 1 => &answers[0],
         answer => answer,
-    }
-}
-
-/// Unloads an adapter, if the server has it.
-fn unload(server: &Server, name: &str) -> Result<(), Failure> {
-    let call = Call::post("/unload_lora_adapter", json!({"lora_name": name}));
-    match server.call(&call) {
-        Ok(_)
-        | Err(Failure::Status {
-            status: 400 | 404, ..
-        }) => Ok(()),
-        Err(failure) => Err(failure),
     }
 }
 

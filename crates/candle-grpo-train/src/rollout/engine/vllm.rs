@@ -85,7 +85,12 @@ impl Protocol for Vllm {
 
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
         match weights.format {
-            WeightFormat::Adapter => load_adapter(server, weights)?,
+            WeightFormat::Adapter => {
+                load_adapter(server, weights)?;
+                for old in &weights.replaced {
+                    self.unload(server, old)?;
+                }
+            }
             WeightFormat::Disk => {
                 server.call(&Call::post("/pause?mode=keep", json!({})))?;
                 let loaded = reload(server, weights);
@@ -101,12 +106,25 @@ impl Protocol for Vllm {
                     set_version(server, weights)?;
                 }
             }
+            WeightFormat::Served => return Ok(()),
         }
         if self.serves(server, weights)? {
             Ok(())
         } else {
             let message = format!("it does not serve {} after loading it", weights.name());
             Err(Failure::LostWeights(message))
+        }
+    }
+
+    fn unload(&self, server: &Server, adapter: &str) -> Result<(), Failure> {
+        let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": adapter}));
+        match server.call(&call) {
+            // A restarted server does not have it.
+            Ok(_)
+            | Err(Failure::Status {
+                status: 400 | 404, ..
+            }) => Ok(()),
+            Err(failure) => Err(failure),
         }
     }
 
@@ -153,6 +171,7 @@ impl Protocol for Vllm {
                 let answer = server.call(&Call::get("/weight_info"))?;
                 Ok(answer["weight_version"] == weights.name())
             }
+            WeightFormat::Served => Ok(true),
         }
     }
 }
@@ -184,8 +203,7 @@ pub(super) fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
     }
 }
 
-/// Loads an adapter under its own name, and unloads the previous one. A restarted server does not
-/// have the name.
+/// Loads an adapter under its own name.
 fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let body = json!({
         "lora_name": weights.name(),
@@ -193,22 +211,13 @@ fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure>
         "load_inplace": true,
     });
     server.call(&Call::post("/v1/load_lora_adapter", body))?;
+    if weights.is_beside_others {
+        return Ok(());
+    }
     // Keys and values are cached by name and path, which an earlier run may have used for other
     // weights. Without VLLM_SERVER_DEV_MODE, the cache cannot be reset.
     match reset_prefix_cache(server) {
-        Ok(()) | Err(Failure::Status { status: 404, .. }) => {}
-        Err(failure) => return Err(failure),
+        Ok(()) | Err(Failure::Status { status: 404, .. }) => Ok(()),
+        Err(failure) => Err(failure),
     }
-    for old in &weights.replaced {
-        let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": old}));
-        match server.call(&call) {
-            // A restarted server does not have it.
-            Ok(_)
-            | Err(Failure::Status {
-                status: 400 | 404, ..
-            }) => {}
-            Err(failure) => return Err(failure),
-        }
-    }
-    Ok(())
 }

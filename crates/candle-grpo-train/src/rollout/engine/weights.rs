@@ -25,6 +25,8 @@ pub enum WeightFormat {
     Disk,
     /// All weights, which the processes of a server receive from the policy's memory.
     Memory,
+    /// The model that the server serves from its start. There is nothing to load.
+    Served,
 }
 
 /// One weight version, in a directory or in memory.
@@ -38,6 +40,9 @@ pub struct EngineWeights {
     pub path: PathBuf,
     /// Names of the versions that it replaces.
     pub replaced: Vec<String>,
+    /// True if the server also samples from other weights, and has never had weights of this name.
+    /// Its cache of keys and values must then stay as it is.
+    pub is_beside_others: bool,
     /// The weights in memory.
     pub(super) live: Option<Arc<LiveWeights>>,
 }
@@ -48,6 +53,11 @@ impl EngineWeights {
         name(self.version)
     }
 
+    /// Returns whether the server must receive them.
+    pub(super) fn must_load(&self) -> bool {
+        self.format != WeightFormat::Served
+    }
+
     /// Returns weights in memory.
     pub(super) fn in_memory(version: u64, live: Arc<LiveWeights>) -> Self {
         Self {
@@ -55,8 +65,27 @@ impl EngineWeights {
             format: WeightFormat::Memory,
             path: PathBuf::new(),
             replaced: Vec::new(),
+            is_beside_others: false,
             live: Some(live),
         }
+    }
+
+    /// Returns saved adapters, or what the server serves from its start if there is no `folder`.
+    pub(super) fn saved(version: u64, folder: Option<&Path>) -> Result<Self> {
+        Ok(Self {
+            version,
+            format: match folder {
+                Some(_) => WeightFormat::Adapter,
+                None => WeightFormat::Served,
+            },
+            path: match folder {
+                Some(folder) => std::path::absolute(folder)?,
+                None => PathBuf::new(),
+            },
+            replaced: Vec::new(),
+            is_beside_others: true,
+            live: None,
+        })
     }
 }
 
@@ -135,7 +164,9 @@ impl WeightFolder {
             (WeightFormat::Adapter, None) => {
                 bail!("weight_sync: adapter, must be disk as no adapters train")
             }
-            (WeightFormat::Memory, _) => bail!("weights in memory, must be in a directory"),
+            (WeightFormat::Memory | WeightFormat::Served, _) => {
+                bail!("{format:?}: must be weights in a directory")
+            }
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer separate from a tied embedding.
                 let all = weights.export().in_dtype(self.dtype);
@@ -170,6 +201,7 @@ impl WeightFolder {
             format,
             path,
             replaced,
+            is_beside_others: false,
             live: None,
         })
     }

@@ -1,5 +1,6 @@
 //! Clients for inference servers, against servers in this process.
 
+mod adapters;
 mod engine;
 mod fake_llama;
 mod fake_server;
