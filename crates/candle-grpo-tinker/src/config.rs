@@ -22,7 +22,8 @@ pub struct TinkerConfig {
     pub compute_dtype: ComputeDType,
     /// Maximum number of tokens that a training pass reads, unless a single example has more.
     pub micro_batch_tokens: usize,
-    /// Maximum number of samples that are drawn at the same time.
+    /// Maximum number of samples that are drawn at the same time. With an
+    /// [engine](crate::TinkerListener::with_engine), of requests for samples.
     pub max_batch_size: usize,
     /// Maximum request body size in bytes, also after decompression.
     pub max_request_bytes: usize,

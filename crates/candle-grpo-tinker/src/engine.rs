@@ -1,4 +1,4 @@
-//! The thread that trains and samples.
+//! The thread that trains, and samples unless an engine does.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,11 +17,9 @@ use candle_grpo_train::{Actor, ActorConfig};
 use crate::base::Base;
 use crate::config::TinkerConfig;
 use crate::loss::LossFn;
-use crate::queue::{Queues, SampleTurn, Turn, TurnLimits};
-use crate::sampling::{Snapshot, is_interrupted, sample};
-use crate::store::{
-    Digest, ModelId, ModelRecord, SamplerRecord, Start, StateRecord, Store, WeightsPath,
-};
+use crate::queue::{Queues, Turn, TurnLimits, Turns};
+use crate::sampling::Sampler;
+use crate::store::{Digest, ModelId, ModelRecord, Start, StateRecord, Store, WeightsPath};
 use crate::wire::request::AdamParams;
 use crate::work::{Answered, Outcome, SaveRequest, WeightsKind, Work};
 
@@ -33,25 +31,29 @@ const KEPT_UNNAMED: usize = 16;
 
 /// The engine.
 pub(crate) struct Engine {
-    base: Base,
+    base: Arc<Base>,
     config: TinkerConfig,
     queues: Arc<Queues>,
+    sampler: Arc<Sampler>,
     /// Models in memory after their last request, the one that was used last at the end.
     models: Vec<(ModelId, Actor)>,
-    /// Snapshots in memory, the one that was used last at the end.
-    snapshots: Vec<(SamplerRecord, Snapshot)>,
     /// Models whose last pass failed. They do not share passes, which would fail, too.
     apart: BTreeSet<ModelId>,
 }
 
 impl Engine {
-    pub(crate) fn new(base: Base, config: TinkerConfig, queues: Arc<Queues>) -> Self {
+    pub(crate) fn new(
+        base: Arc<Base>,
+        config: TinkerConfig,
+        queues: Arc<Queues>,
+        sampler: Arc<Sampler>,
+    ) -> Self {
         Self {
             base,
             config,
             queues,
+            sampler,
             models: Vec::new(),
-            snapshots: Vec::new(),
             apart: BTreeSet::new(),
         }
     }
@@ -74,7 +76,12 @@ impl Engine {
             },
             tokens: self.config.micro_batch_tokens,
         };
-        while let Some(turn) = queues.next_turn(limits) {
+        let turns = if self.sampler.num_threads() == 0 {
+            Turns::All
+        } else {
+            Turns::Training
+        };
+        while let Some(turn) = queues.next_turn(limits, turns) {
             match turn {
                 Turn::Train(requests) => self.train(requests)?,
                 Turn::Finish(id) => {
@@ -85,7 +92,7 @@ impl Engine {
                         tracing::warn!("{id}: removing its files: {error:#}");
                     }
                 }
-                Turn::Sample(turn) => self.sample(turn),
+                Turn::Sample(turn) => self.sampler.sample(turn),
             }
         }
         Ok(())
@@ -231,10 +238,11 @@ impl Engine {
             Work::OptimStep(params) => optim_step(created(actor)?, params),
             Work::Save(request) => {
                 let path = request.path(id);
-                // They may be those that the request replaces.
-                self.snapshots.retain(|(record, _)| !record.has(&path));
                 let (actor, name) = (created(actor)?, &self.base.info.name);
-                request.save(path, seq, actor, name, &self.queues)
+                let saved = request.save(&path, seq, actor, name, &self.queues);
+                // They may be those that the request has replaced.
+                self.sampler.forget(&path);
+                saved
             }
             Work::Load { path, optimizer } => {
                 let own = created(actor)?;
@@ -324,70 +332,6 @@ impl Engine {
         }
         Ok(Some(actor))
     }
-
-    /// Draws samples, and publishes them.
-    fn sample(&mut self, mut turn: SampleTurn) {
-        let queues = Arc::clone(&self.queues);
-        let message = match self.draw(&turn) {
-            Ok(()) => return,
-            // Nobody waits, or clients send the requests again to the next server.
-            Err(error) if is_interrupted(&error) => return,
-            Err(error) => format!("{error:#}"),
-        };
-        if turn.weights().len() > 1 {
-            // Alone, only those that cause it fail.
-            tracing::info!("a shared batch fails, each of its weights has its own: {message}");
-            queues.keep_pending(&mut turn);
-            turn.by_weights()
-                .into_iter()
-                .for_each(|turn| self.sample(turn));
-            return;
-        }
-        tracing::warn!("sampling: {message}");
-        queues.fail_samples(&turn, &message);
-    }
-
-    fn draw(&mut self, turn: &SampleTurn) -> Result<()> {
-        let weights = turn.weights();
-        for record in &weights {
-            let found = self
-                .snapshots
-                .iter()
-                .position(|(other, _)| other == *record);
-            let snapshot = match found {
-                Some(place) => self.snapshots.remove(place).1,
-                None => {
-                    while self.snapshots.len() >= self.config.max_loaded_models {
-                        self.snapshots.remove(0);
-                    }
-                    self.snapshot(record)?
-                }
-            };
-            self.snapshots.push(((*record).clone(), snapshot));
-        }
-        let first = self.snapshots.len() - weights.len();
-        let size = self.config.max_batch_size;
-        sample(
-            &self.base,
-            &self.snapshots[first..],
-            turn,
-            size,
-            &self.queues,
-        )
-    }
-
-    /// Loads weights to sample from.
-    fn snapshot(&self, record: &SamplerRecord) -> Result<Snapshot> {
-        let adapters = match &record.model_path {
-            None => None,
-            Some(path) => {
-                let folder = folder_of(self.queues.store(), path)?;
-                let device = self.base.parameters.device();
-                Some(Lora::load(&folder, &self.base.info.model, device)?)
-            }
-        };
-        Snapshot::new(&self.base, adapters.as_ref())
-    }
 }
 
 /// A training request that is executed.
@@ -458,14 +402,14 @@ impl SaveRequest {
 
     fn save(
         &self,
-        path: WeightsPath,
+        path: &WeightsPath,
         seq: u64,
         actor: &Actor,
         base_model: &str,
         queues: &Queues,
     ) -> Result<Outcome> {
         let id = &path.model;
-        let folder = queues.store().weights(&path);
+        let folder = queues.store().weights(path);
         if folder.exists() && !self.overwrite && !is_of(&folder, seq) {
             bail!(
                 "path: {:?}, must be a new name, or overwrite must be true",
@@ -513,16 +457,6 @@ fn keep_unnamed(queues: &Queues, id: &ModelId) -> Result<()> {
     Ok(())
 }
 
-/// Returns the folder with saved weights.
-fn folder_of(store: &Store, path: &str) -> Result<std::path::PathBuf> {
-    let parsed = WeightsPath::parse(path).map_err(refused)?;
-    let folder = store.weights(&parsed);
-    if !folder.exists() {
-        bail!("path: {path}, must be saved weights that were not removed");
-    }
-    Ok(folder)
-}
-
 /// Creates a policy with new optimizer state.
 fn actor(base: &Base, adapters: Lora) -> Result<Actor> {
     let config = ActorConfig {
@@ -561,7 +495,7 @@ fn read(base: &Base, folder: &Path, optimizer: bool) -> Result<Actor> {
 
 /// Reads a policy from saved weights.
 fn actor_from(base: &Base, store: &Store, path: &str, optimizer: bool) -> Result<Actor> {
-    let folder = folder_of(store, path)?;
+    let folder = store.saved(path)?;
     if optimizer && !folder.join(OPTIMIZER).exists() {
         bail!("path: {path}, must have optimizer state: weights of save_weights");
     }

@@ -39,6 +39,15 @@ pub(crate) enum Turn {
     Finish(ModelId),
 }
 
+/// The turns that a thread takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turns {
+    All,
+    /// All but samples.
+    Training,
+    Samples,
+}
+
 /// Requests with one distribution, from one or several weights.
 #[derive(Debug, Default)]
 pub(crate) struct SampleTurn {
@@ -185,6 +194,17 @@ impl Model {
             self.done.remove(old);
         }
         old
+    }
+}
+
+impl Turns {
+    /// Returns whether they have those of `queue`.
+    fn have(self, queue: &Queue) -> bool {
+        match self {
+            Self::All => true,
+            Self::Training => !matches!(queue, Queue::Sampler(_)),
+            Self::Samples => matches!(queue, Queue::Sampler(_)),
+        }
     }
 }
 
@@ -429,7 +449,7 @@ impl Queues {
         let prefix = format!("{session}:");
         state.samplers.retain(|id, _| !id.0.starts_with(&prefix));
         drop(state);
-        self.has_work.notify_one();
+        self.has_work.notify_all();
         self.results.send_modify(|count| *count += 1);
         Ok(())
     }
@@ -524,7 +544,7 @@ impl Queues {
         }
         if seq == model.next {
             state.add_turn(Queue::Model(id.clone()));
-            self.has_work.notify_one();
+            self.has_work.notify_all();
         }
         Ok(RequestId::Train(id.clone(), seq))
     }
@@ -662,7 +682,7 @@ impl Queues {
             work,
         });
         state.add_turn(Queue::Sampler(id.clone()));
-        self.has_work.notify_one();
+        self.has_work.notify_all();
         Ok(request)
     }
 
@@ -681,13 +701,14 @@ impl Queues {
     }
 
     /// Waits for work. `None` after [`Self::stop`].
-    pub(crate) fn next_turn(&self, limits: TurnLimits) -> Option<Turn> {
+    pub(crate) fn next_turn(&self, limits: TurnLimits, turns: Turns) -> Option<Turn> {
         let mut state = self.state();
         loop {
             if state.is_stopped {
                 return None;
             }
-            if let Some(queue) = state.turns.pop_front() {
+            let next = state.turns.iter().position(|queue| turns.have(queue));
+            if let Some(queue) = next.and_then(|at| state.turns.remove(at)) {
                 if let Some(turn) = state.turn(queue, limits) {
                     return Some(turn);
                 }
@@ -976,7 +997,7 @@ mod tests {
 
     /// Executes the next turn of models, and returns its requests.
     fn train_within(queues: &Queues, limits: TurnLimits) -> Vec<(u64, u64)> {
-        let Some(Turn::Train(requests)) = queues.next_turn(limits) else {
+        let Some(Turn::Train(requests)) = queues.next_turn(limits, Turns::All) else {
             panic!("no training request");
         };
         let digest = StoredRequest::new(&work("")).unwrap().digest();
@@ -1031,7 +1052,7 @@ mod tests {
     }
 
     fn next(queues: &Queues, limits: TurnLimits) -> SampleTurn {
-        match queues.next_turn(limits) {
+        match queues.next_turn(limits, Turns::All) {
             Some(Turn::Sample(turn)) => turn,
             _ => panic!("no request for samples"),
         }

@@ -1,19 +1,21 @@
 //! Samples from saved weights.
 
-use anyhow::{Context, Result};
-use candle_core::Device;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context, Result, bail};
 use candle_grpo_base::progress::{Interrupted, Progress};
 use candle_grpo_nn::{Decoder, Lora};
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::rollout::{
-    Completion, CompletionSeed, FinishReason, GenerationBatch, LocalGenerator, PolicyWeights,
-    PromptRequest,
+    AdapterEngine, Completion, CompletionSeed, Deliver, FinishReason, GenerationBatch,
+    LocalGenerator, PolicyWeights, PromptRequest,
 };
-use candle_grpo_train::{SamplingConfig, TokenBatch};
+use candle_grpo_train::{Generator, SamplingConfig, TokenBatch};
 
 use crate::base::Base;
-use crate::queue::{Queues, SampleRequest, SampleTurn};
-use crate::store::SamplerRecord;
+use crate::config::TinkerConfig;
+use crate::queue::{Queues, SampleRequest, SampleTurn, Turn, TurnLimits, Turns};
+use crate::store::{SamplerRecord, WeightsPath};
 use crate::work::{Outcome, SampledTokens};
 
 /// A request for samples.
@@ -30,10 +32,29 @@ pub(crate) struct SampleWork {
     pub(crate) sampling: SamplingConfig,
 }
 
+/// Draws samples, in this process or by an engine.
+pub(crate) struct Sampler {
+    base: Arc<Base>,
+    queues: Arc<Queues>,
+    engine: Option<Arc<dyn AdapterEngine>>,
+    max_batch_size: usize,
+    max_loaded_models: usize,
+    /// Weights in memory, those that were used last at the end.
+    slots: Mutex<Vec<(SamplerRecord, Slot)>>,
+}
+
+/// Weights that one thread loads, while others that need them wait.
+type Slot = Arc<Mutex<Option<Arc<Snapshot>>>>;
+
 /// Weights to sample from: the base model, or with adapters.
-pub(crate) struct Snapshot {
-    generator: LocalGenerator,
+struct Snapshot {
+    source: Source,
     policy: Reference,
+}
+
+enum Source {
+    Local(Box<LocalGenerator>),
+    Engine(Box<dyn Generator>),
 }
 
 /// Cancels a turn that is in vain.
@@ -48,146 +69,278 @@ impl Progress for UntilOver<'_> {
     }
 }
 
-impl Snapshot {
-    pub(crate) fn new(base: &Base, adapters: Option<&Lora>) -> Result<Self> {
+impl Sampler {
+    pub(crate) fn new(
+        base: Arc<Base>,
+        queues: Arc<Queues>,
+        engine: Option<Arc<dyn AdapterEngine>>,
+        config: &TinkerConfig,
+    ) -> Self {
+        Self {
+            base,
+            queues,
+            engine,
+            max_batch_size: config.max_batch_size,
+            max_loaded_models: config.max_loaded_models,
+            slots: Mutex::default(),
+        }
+    }
+
+    /// Returns the number of threads that run [`Self::run`]. Without an engine, there are none: the
+    /// thread that trains also samples.
+    pub(crate) fn num_threads(&self) -> usize {
+        match self.engine {
+            Some(_) => self.max_batch_size,
+            None => 0,
+        }
+    }
+
+    /// Draws samples until the queues stop. Each request has its own turn, because an engine makes
+    /// its own batches.
+    pub(crate) fn run(&self) {
+        let limits = TurnLimits {
+            samples: 1,
+            weights: 1,
+            tokens: 0,
+        };
+        while let Some(turn) = self.queues.next_turn(limits, Turns::Samples) {
+            if let Turn::Sample(turn) = turn {
+                self.sample(turn);
+            }
+        }
+    }
+
+    /// Draws samples, and publishes them.
+    pub(crate) fn sample(&self, mut turn: SampleTurn) {
+        let message = match self.draw(&turn) {
+            Ok(()) => return,
+            // Nobody waits, or clients send the requests again to the next server.
+            Err(error) if error.is::<Interrupted>() => return,
+            Err(error) => format!("{error:#}"),
+        };
+        if turn.weights().len() > 1 {
+            // Alone, only those that cause it fail.
+            tracing::info!("a shared batch fails, each of its weights has its own: {message}");
+            self.queues.keep_pending(&mut turn);
+            turn.by_weights()
+                .into_iter()
+                .for_each(|turn| self.sample(turn));
+            return;
+        }
+        tracing::warn!("sampling: {message}");
+        self.queues.fail_samples(&turn, &message);
+    }
+
+    /// Drops weights from memory, because others were saved at their path.
+    pub(crate) fn forget(&self, path: &WeightsPath) {
+        self.slots().retain(|(record, _)| !record.has(path));
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Vec<(SamplerRecord, Slot)>> {
+        // No code panics while it holds the lock.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the place for weights. Others that were unused longest make room.
+    fn slot(&self, record: &SamplerRecord) -> Slot {
+        let mut slots = self.slots();
+        let found = slots.iter().position(|(other, _)| other == record);
+        let slot = found.map(|at| slots.remove(at).1).unwrap_or_default();
+        let over = (slots.len() + 1).saturating_sub(self.max_loaded_models);
+        let dropped: Vec<_> = slots.drain(..over).collect();
+        slots.push((record.clone(), Arc::clone(&slot)));
+        drop(slots);
+        drop(dropped);
+        slot
+    }
+
+    /// Returns weights to sample from. If they are not in memory, the first thread loads them.
+    fn snapshot(&self, record: &SamplerRecord, progress: &dyn Progress) -> Result<Arc<Snapshot>> {
+        let slot = self.slot(record);
+        let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(snapshot) = &*slot {
+            return Ok(Arc::clone(snapshot));
+        }
+        let snapshot = Arc::new(self.load(record, progress)?);
+        *slot = Some(Arc::clone(&snapshot));
+        Ok(snapshot)
+    }
+
+    fn load(&self, record: &SamplerRecord, progress: &dyn Progress) -> Result<Snapshot> {
+        let (model, parameters) = (&self.base.info.model, &self.base.parameters);
+        let saved = |path: &String| self.queues.store().saved(path);
+        let folder = record.model_path.as_ref().map(saved).transpose()?;
+        let read = |folder| Lora::load(folder, model, parameters.device());
+        let adapters = folder.as_deref().map(read).transpose()?;
+        let (adapters, dtype) = (adapters.as_ref(), self.base.dtype);
         let weights = PolicyWeights {
             version: 0,
-            model: &base.info.model,
-            parameters: &base.parameters,
+            model,
+            parameters,
             adapters,
         };
-        let (model, parameters) = (&base.info.model, &base.parameters);
-        Ok(Self {
-            generator: LocalGenerator::in_dtype(&weights, base.dtype)?,
-            policy: Reference::with_adapters(model, parameters, adapters, base.dtype)?,
+        Ok(Snapshot {
+            source: match &self.engine {
+                None => Source::Local(Box::new(LocalGenerator::in_dtype(&weights, dtype)?)),
+                Some(engine) => {
+                    Source::Engine(engine.open(folder.as_deref(), &weights, progress)?)
+                }
+            },
+            policy: Reference::with_adapters(model, parameters, adapters, dtype)?,
         })
+    }
+
+    /// Draws samples for a turn, and publishes each result as soon as it is complete.
+    ///
+    /// # Errors
+    ///
+    /// Fails if weights cannot be loaded or sampled from, or with [`Interrupted`] if the turn is in
+    /// vain.
+    fn draw(&self, turn: &SampleTurn) -> Result<()> {
+        let requests = &turn.requests;
+        let Some(first) = requests.first() else {
+            return Ok(());
+        };
+        let queues = &*self.queues;
+        let progress = UntilOver { queues, turn };
+        let weights = turn.weights();
+        let snapshots = weights.iter().map(|own| self.snapshot(own, &progress));
+        let snapshots: Vec<Arc<Snapshot>> = snapshots.collect::<Result<_>>()?;
+        let sampling = SamplingConfig {
+            max_batch_size: self.max_batch_size,
+            max_new_tokens: requests
+                .iter()
+                .map(|request| request.work.max_new_tokens)
+                .max()
+                .unwrap_or(1),
+            ..first.work.sampling.clone()
+        };
+        let prompts: Vec<PromptRequest<'_>> = requests
+            .iter()
+            .map(|SampleRequest { work, .. }| PromptRequest {
+                tokens: &work.prompt,
+                seeds: (0..work.num_samples as u64)
+                    .map(|sample| CompletionSeed {
+                        seed: work.seed,
+                        stream: 0,
+                        prompt: 0,
+                        sample,
+                        turn: 0,
+                    })
+                    .collect(),
+                max_new_tokens: work.max_new_tokens,
+            })
+            .collect();
+        let snapshot_of = |request: &SampleRequest| {
+            let found = weights.iter().position(|own| **own == request.work.weights);
+            found.context("the weights are not in memory")
+        };
+        let adapters: Vec<usize> = requests.iter().map(snapshot_of).collect::<Result<_>>()?;
+        // The request of each completion, and its place there.
+        let places: Vec<(usize, usize)> = requests
+            .iter()
+            .enumerate()
+            .flat_map(|(at, request)| (0..request.work.num_samples).map(move |place| (at, place)))
+            .collect();
+        let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
+            .iter()
+            .map(|request| vec![None; request.work.num_samples])
+            .collect();
+        let mut deliver = |place: usize, completion: Completion| {
+            let (at, place) = *places
+                .get(place)
+                .context("a completion that was not asked for")?;
+            let (request, snapshot) = (&requests[at], &snapshots[adapters[at]]);
+            samples[at][place] = Some(self.sampled(snapshot, &request.work, completion)?);
+            if samples[at].iter().all(Option::is_some) {
+                let outcome = Outcome::Samples {
+                    sequences: samples[at].drain(..).flatten().collect(),
+                    prompt_log_probs: self.prompt_log_probs(snapshot, &request.work)?,
+                };
+                queues.finish_samples(request, outcome);
+            }
+            Ok(())
+        };
+        let batch = GenerationBatch {
+            prompts: &prompts,
+            sampling: &sampling,
+            decode: Some(&*self.base.decode),
+            progress: &progress,
+            records_experts: false,
+            partial: None,
+        };
+        generate(&snapshots, &batch, &adapters, &mut deliver)
     }
 
     /// Computes log-probs for a request's last prompt tokens, at temperature 1. Those before
     /// them are NaN.
-    fn prompt_log_probs(&self, work: &SampleWork, device: &Device) -> Result<Option<Vec<f32>>> {
+    fn prompt_log_probs(&self, snapshot: &Snapshot, work: &SampleWork) -> Result<Option<Vec<f32>>> {
         let Some(last) = work.prompt_log_probs else {
             return Ok(None);
         };
         let mut all = vec![f32::NAN; work.prompt.len()];
         if work.prompt.len() > 1 {
-            let batch = TokenBatch::new(&[work.prompt.split_at(1)], device)?;
-            let found = self.policy.log_probs(&batch, 1.)?.flatten_all()?;
-            let found: Vec<f32> = found.to_vec1()?;
+            let found = self.log_probs(snapshot, work.prompt.split_at(1), 1.)?;
             let first = work.prompt.len().saturating_sub(last).max(1);
             all[first..].copy_from_slice(&found[first - 1..]);
         }
         Ok(Some(all))
     }
-}
 
-/// Draws samples for a turn, and publishes each result as soon as it is complete. `snapshots` are
-/// the weights of the turn, which are sampled from in one batch.
-///
-/// # Errors
-///
-/// Fails if the generator does, or with [`Interrupted`] if the turn is in vain.
-pub(crate) fn sample(
-    base: &Base,
-    snapshots: &[(SamplerRecord, Snapshot)],
-    turn: &SampleTurn,
-    max_batch_size: usize,
-    queues: &Queues,
-) -> Result<()> {
-    let requests = &turn.requests;
-    let Some(first) = requests.first() else {
-        return Ok(());
-    };
-    let sampling = SamplingConfig {
-        max_batch_size,
-        max_new_tokens: requests
-            .iter()
-            .map(|request| request.work.max_new_tokens)
-            .max()
-            .unwrap_or(1),
-        ..first.work.sampling.clone()
-    };
-    let prompts: Vec<PromptRequest<'_>> = requests
-        .iter()
-        .map(|SampleRequest { work, .. }| PromptRequest {
-            tokens: &work.prompt,
-            seeds: (0..work.num_samples as u64)
-                .map(|sample| CompletionSeed {
-                    seed: work.seed,
-                    stream: 0,
-                    prompt: 0,
-                    sample,
-                    turn: 0,
-                })
-                .collect(),
-            max_new_tokens: work.max_new_tokens,
+    /// Computes log-probs for tokens after a prompt.
+    fn log_probs(
+        &self,
+        snapshot: &Snapshot,
+        tokens: (&[u32], &[u32]),
+        temperature: f64,
+    ) -> Result<Vec<f32>> {
+        let batch = TokenBatch::new(&[tokens], self.base.parameters.device())?;
+        let found = snapshot.policy.log_probs(&batch, temperature)?;
+        Ok(found.flatten_all()?.to_vec1()?)
+    }
+
+    /// Converts a completion to a sample, whose log-probs are over all tokens. An engine may name
+    /// those after filters, or none.
+    fn sampled(
+        &self,
+        snapshot: &Snapshot,
+        work: &SampleWork,
+        completion: Completion,
+    ) -> Result<SampledTokens> {
+        let log_probs = match (completion.log_probs, &snapshot.source) {
+            (Some(log_probs), _) => log_probs,
+            (None, Source::Local(_)) => completion.drawn_log_probs,
+            (None, Source::Engine(_)) => {
+                let tokens = (&*work.prompt, &*completion.tokens);
+                self.log_probs(snapshot, tokens, work.sampling.temperature)?
+            }
+        };
+        Ok(SampledTokens {
+            log_probs,
+            is_cut: completion.finish_reason == FinishReason::Length,
+            tokens: completion.tokens,
         })
-        .collect();
-    let snapshot_of = |request: &SampleRequest| {
-        let weights = &request.work.weights;
-        let found = snapshots.iter().position(|(record, _)| record == weights);
-        found.context("the weights are not in memory")
-    };
-    let adapters: Vec<usize> = requests.iter().map(snapshot_of).collect::<Result<_>>()?;
-    let joined;
-    let generator = match snapshots {
-        [(_, snapshot)] => &snapshot.generator,
-        _ => {
-            let decoders = snapshots.iter().map(|(_, own)| own.generator.model());
-            let decoders: Vec<&Decoder> = decoders.collect();
-            joined = LocalGenerator::from_decoder(Decoder::joined(&decoders)?);
-            &joined
-        }
-    };
-    // The request of each completion, and its place there.
-    let places: Vec<(usize, usize)> = requests
-        .iter()
-        .enumerate()
-        .flat_map(|(at, request)| (0..request.work.num_samples).map(move |place| (at, place)))
-        .collect();
-    let mut samples: Vec<Vec<Option<SampledTokens>>> = requests
-        .iter()
-        .map(|request| vec![None; request.work.num_samples])
-        .collect();
-    let mut deliver = |place: usize, completion: Completion| {
-        let (request, at) = *places
-            .get(place)
-            .context("a completion that was not asked for")?;
-        samples[request][at] = Some(sampled(completion));
-        if samples[request].iter().all(Option::is_some) {
-            let sequences = samples[request].drain(..).flatten().collect();
-            let (_, snapshot) = &snapshots[adapters[request]];
-            let request = &requests[request];
-            let device = base.parameters.device();
-            let prompt_log_probs = snapshot.prompt_log_probs(&request.work, device)?;
-            let outcome = Outcome::Samples {
-                sequences,
-                prompt_log_probs,
-            };
-            queues.finish_samples(request, outcome);
-        }
-        Ok(())
-    };
-    let batch = GenerationBatch {
-        prompts: &prompts,
-        sampling: &sampling,
-        decode: Some(&*base.decode),
-        progress: &UntilOver { queues, turn },
-        records_experts: false,
-        partial: None,
-    };
-    generator.generate_joined(&batch, &adapters, &mut deliver)
-}
-
-fn sampled(completion: Completion) -> SampledTokens {
-    SampledTokens {
-        log_probs: completion.log_probs.unwrap_or(completion.drawn_log_probs),
-        is_cut: completion.finish_reason == FinishReason::Length,
-        tokens: completion.tokens,
     }
 }
 
-/// Returns whether sampling ended because its turn was in vain.
-pub(crate) fn is_interrupted(error: &anyhow::Error) -> bool {
-    error.is::<Interrupted>()
+/// Samples from `snapshots` in one batch; `adapters` has the place of each prompt's.
+fn generate(
+    snapshots: &[Arc<Snapshot>],
+    batch: &GenerationBatch<'_>,
+    adapters: &[usize],
+    deliver: &mut Deliver<'_>,
+) -> Result<()> {
+    if let [snapshot] = snapshots {
+        return match &snapshot.source {
+            Source::Local(generator) => generator.generate(batch, deliver),
+            Source::Engine(generator) => generator.generate(batch, deliver),
+        };
+    }
+    let decoders = snapshots.iter().map(|own| match &own.source {
+        Source::Local(generator) => Ok(generator.model()),
+        Source::Engine(_) => bail!("an engine makes its own batches"),
+    });
+    let decoders: Vec<&Decoder> = decoders.collect::<Result<_>>()?;
+    let joined = LocalGenerator::from_decoder(Decoder::joined(&decoders)?);
+    joined.generate_joined(batch, adapters, deliver)
 }

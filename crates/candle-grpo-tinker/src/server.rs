@@ -8,22 +8,24 @@ use std::thread;
 use anyhow::Result;
 use candle_grpo_base::server::{Key, Listener, Server};
 use candle_grpo_train::Pretrained;
+use candle_grpo_train::rollout::AdapterEngine;
 
 use crate::base::Base;
 use crate::config::TinkerConfig;
 use crate::engine::Engine;
 use crate::queue::Queues;
 use crate::route;
+use crate::sampling::Sampler;
 use crate::service::Service;
 use crate::store::Store;
 
 /// A server's address, key and folder, before its model is loaded.
-#[derive(Debug)]
 pub struct TinkerListener {
     config: TinkerConfig,
     key: Option<Arc<Key>>,
     store: Store,
     listener: Listener,
+    engine: Option<Arc<dyn AdapterEngine>>,
 }
 
 impl TinkerListener {
@@ -41,8 +43,16 @@ impl TinkerListener {
             key: key.map(Arc::new),
             store: Store::open(&config.folder)?,
             listener: Listener::bind(config.listen)?,
+            engine: None,
             config,
         })
+    }
+
+    /// Samples with `engine` instead of in this process. Training goes on meanwhile.
+    #[must_use]
+    pub fn with_engine(mut self, engine: Arc<dyn AdapterEngine>) -> Self {
+        self.engine = Some(engine);
+        self
     }
 
     /// Starts the server for a model, and continues what the folder promises.
@@ -56,6 +66,7 @@ impl TinkerListener {
             key,
             store,
             listener,
+            engine,
         } = self;
         let base = Base::new(config.model_name.clone(), pretrained, config.compute_dtype)?;
         // The engine's thread may have a stream of its own.
@@ -67,15 +78,25 @@ impl TinkerListener {
         let server = listener.serve("tinker", move |request| {
             route::answer(Arc::clone(&service), key.clone(), request)
         })?;
-        let engine = Engine::new(base, config, Arc::clone(&queues));
-        let thread = thread::Builder::new().name("tinker-engine".to_owned());
-        let watched = Arc::clone(&queues);
-        Ok(TinkerServer {
-            engine: Some(thread.spawn(move || watch(&watched, || engine.run()))?),
+        let base = Arc::new(base);
+        let sampler = Sampler::new(Arc::clone(&base), Arc::clone(&queues), engine, &config);
+        let sampler = Arc::new(sampler);
+        let engine = Engine::new(base, config, Arc::clone(&queues), Arc::clone(&sampler));
+        let mut started = TinkerServer {
+            threads: Vec::new(),
             queues,
             server: Some(server),
             address,
-        })
+        };
+        started.start_thread("tinker-engine", || engine.run())?;
+        for _ in 0..sampler.num_threads() {
+            let sampler = Arc::clone(&sampler);
+            started.start_thread("tinker-sampler", move || {
+                sampler.run();
+                Ok(())
+            })?;
+        }
+        Ok(started)
     }
 }
 
@@ -84,7 +105,7 @@ impl TinkerListener {
 #[derive(Debug)]
 pub struct TinkerServer {
     queues: Arc<Queues>,
-    engine: Option<thread::JoinHandle<()>>,
+    threads: Vec<thread::JoinHandle<()>>,
     /// Absent while the server is dropped.
     server: Option<Server>,
     address: SocketAddr,
@@ -100,6 +121,19 @@ impl TinkerServer {
         TinkerListener::bind(config)?.serve(pretrained)
     }
 
+    /// Starts a thread that takes turns. Its failure is reported to clients.
+    fn start_thread(
+        &mut self,
+        name: &str,
+        work: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let queues = Arc::clone(&self.queues);
+        let thread = thread::Builder::new().name(name.to_owned());
+        self.threads
+            .push(thread.spawn(move || watch(&queues, work))?);
+        Ok(())
+    }
+
     /// Returns the address.
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -110,8 +144,8 @@ impl Drop for TinkerServer {
     fn drop(&mut self) {
         self.server = None;
         self.queues.stop();
-        if let Some(engine) = self.engine.take() {
-            let _ = engine.join();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
         }
     }
 }

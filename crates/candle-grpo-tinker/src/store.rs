@@ -16,7 +16,7 @@ use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use candle_grpo_base::atomic_file;
 use candle_grpo_base::server::Refusal;
 use candle_grpo_train::data::read_json;
@@ -262,6 +262,17 @@ impl Store {
         self.model(&path.model)
             .join(path.kind.name())
             .join(&path.name)
+    }
+
+    /// Returns the folder with saved weights.
+    pub(crate) fn saved(&self, path: &str) -> Result<PathBuf> {
+        let parsed = WeightsPath::parse(path).map_err(|refusal| anyhow!(refusal.message))?;
+        let folder = self.weights(&parsed);
+        ensure!(
+            folder.exists(),
+            "path: {path}, must be saved weights that were not removed"
+        );
+        Ok(folder)
     }
 
     fn request(&self, id: &ModelId, seq: u64) -> PathBuf {

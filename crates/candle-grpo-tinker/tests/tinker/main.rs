@@ -1,5 +1,6 @@
 //! The server over real HTTP.
 
+mod engine;
 mod learning;
 mod losses;
 mod malformed;

@@ -80,7 +80,10 @@ impl Running {
     }
 
     pub(crate) fn serve(config: TinkerConfig, pretrained: Pretrained) -> Self {
-        let server = TinkerServer::start(config, pretrained).unwrap();
+        Self::of(TinkerServer::start(config, pretrained).unwrap())
+    }
+
+    pub(crate) fn of(server: TinkerServer) -> Self {
         let url = format!("http://{}/api/v1/", server.address());
         Self {
             _server: server,
