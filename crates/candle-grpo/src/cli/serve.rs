@@ -5,8 +5,10 @@ use std::path::PathBuf;
 
 use candle_grpo::config::ModelConfig;
 use candle_grpo::nn::BaseWeights;
+use candle_grpo::run::adapter_engine;
 use candle_grpo::tinker::{TinkerConfig, TinkerListener};
 use candle_grpo::train::ComputeDType;
+use candle_grpo::train::rollout::{Engine, RolloutConfig};
 
 use super::console::Console;
 use super::exit::Exit;
@@ -57,6 +59,18 @@ pub(super) struct ServeArguments {
     /// loaded again when their turn comes.
     #[arg(long, default_value_t = defaults().max_loaded_models, value_name = "N")]
     max_loaded_models: usize,
+    /// Sample with these servers instead of in this process: vllm or sglang.
+    #[arg(long, value_name = "ENGINE", value_parser = engine, requires = "base_url")]
+    engine: Option<Engine>,
+    /// A server of --engine, without /v1. Give it again for each server.
+    #[arg(long, value_name = "URL", requires = "engine")]
+    base_url: Vec<String>,
+    /// The name under which the servers serve MODEL. Default: the first one that they list.
+    #[arg(long, value_name = "NAME", requires = "engine")]
+    served_model_name: Option<String>,
+    /// The environment variable with the API key of the servers.
+    #[arg(long, value_name = "VARIABLE", requires = "engine")]
+    engine_api_key_env: Option<String>,
     /// Only log warnings.
     #[arg(short, long)]
     quiet: bool,
@@ -65,6 +79,10 @@ pub(super) struct ServeArguments {
 /// The defaults of options.
 fn defaults() -> TinkerConfig {
     TinkerConfig::new("", "")
+}
+
+fn engine(name: &str) -> Result<Engine, String> {
+    serde_json::from_value(name.into()).map_err(|error| error.to_string())
 }
 
 fn base_weights(name: &str) -> Result<BaseWeights, String> {
@@ -93,7 +111,18 @@ pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
     };
     // Wrong options are errors before the model is loaded.
     let listener = TinkerListener::bind(config);
-    let listener = listener.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let mut listener = listener.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    if let Some(engine) = arguments.engine {
+        let engine = adapter_engine(&RolloutConfig {
+            engine,
+            base_url: arguments.base_url.clone(),
+            served_model_name: arguments.served_model_name.clone(),
+            api_key_env: arguments.engine_api_key_env.clone(),
+            ..RolloutConfig::default()
+        });
+        let engine = engine.map_err(|error| Exit::Config(format!("{error:#}")))?;
+        listener = listener.with_engine(engine);
+    }
     let console = Console::new(arguments.quiet);
     let model = ModelConfig {
         path: load::model_file(&arguments.tinker, &console)?,

@@ -8,6 +8,7 @@ use anyhow::Result;
 use candle_core::Device;
 #[cfg(feature = "engines")]
 use candle_grpo_collective::TransferTransport;
+use candle_grpo_train::rollout::{AdapterEngine, RolloutConfig};
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig, TrainConfig};
 
 /// Creates a generator for the servers in `train.rollout`. It samples completions from the policy
@@ -56,11 +57,32 @@ pub fn engine(
     #[cfg(not(feature = "engines"))]
     {
         let _ = (sampling, pretrained, folder, prompts, log_probs);
-        anyhow::bail!(
-            "rollout.engine: {}, must be local: this program was built without the feature engines",
-            candle_grpo_core::validate::Name(&config.engine)
-        )
+        Err(without_engines(config))
     }
+}
+
+/// Creates an engine that samples from several adapters with the servers in `config`.
+///
+/// # Errors
+///
+/// As in `ServerAdapters::new`, or if this program was built without the feature `engines`.
+pub fn adapter_engine(config: &RolloutConfig) -> Result<Arc<dyn AdapterEngine>> {
+    #[cfg(feature = "engines")]
+    {
+        use candle_grpo_train::rollout::engine::ServerAdapters;
+
+        Ok(Arc::new(ServerAdapters::new(config)?))
+    }
+    #[cfg(not(feature = "engines"))]
+    Err(without_engines(config))
+}
+
+#[cfg(not(feature = "engines"))]
+fn without_engines(config: &RolloutConfig) -> anyhow::Error {
+    anyhow::anyhow!(
+        "rollout.engine: {}, must be local: this program was built without the feature engines",
+        candle_grpo_core::validate::Name(&config.engine)
+    )
 }
 
 /// Creates the transport from the policy's `device` to the processes of servers.

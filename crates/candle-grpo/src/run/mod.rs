@@ -14,7 +14,7 @@ mod sft;
 mod teacher;
 mod trajectories;
 
-pub use engine::engine;
+pub use engine::{adapter_engine, engine};
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
 pub use hub::{check_upload, locate, locate_files, upload};

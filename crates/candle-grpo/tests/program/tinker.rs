@@ -25,14 +25,14 @@ fn serve(folder: &Path) -> (Running, String) {
     serve_with(folder, &[])
 }
 
-fn serve_with(folder: &Path, options: &[&str]) -> (Running, String) {
+pub(crate) fn serve_with(folder: &Path, options: &[&str]) -> (Running, String) {
     let running = Running::start(command(folder, &[&SERVE[..], options].concat()));
     let url = running.lines.find("http://");
     (running, url.trim().to_owned())
 }
 
 /// Posts a body; `None` if the server is gone.
-fn post(url: &str, call: &str, body: &Value) -> Option<Value> {
+pub(crate) fn post(url: &str, call: &str, body: &Value) -> Option<Value> {
     let request = ureq::post(format!("{url}/api/v1/{call}"));
     let request = request.config().http_status_as_error(false).build();
     let response = request.send(body.to_string().as_bytes()).ok()?;
@@ -48,7 +48,7 @@ fn post(url: &str, call: &str, body: &Value) -> Option<Value> {
 }
 
 /// Waits for a result; `None` if the server is gone.
-fn result(url: &str, promise: &Value) -> Option<Value> {
+pub(crate) fn result(url: &str, promise: &Value) -> Option<Value> {
     loop {
         let id = json!({"request_id": promise["request_id"]});
         let result = post(url, "retrieve_future", &id)?;
@@ -59,10 +59,14 @@ fn result(url: &str, promise: &Value) -> Option<Value> {
 }
 
 fn create_model(url: &str) -> String {
+    create_model_of(url, 2, 1)
+}
+
+pub(crate) fn create_model_of(url: &str, rank: u64, seed: u64) -> String {
     let session = post(url, "create_session", &json!({"sdk_version": "0"})).unwrap();
     let body = json!({
         "session_id": session["session_id"], "model_seq_id": 0, "base_model": "model",
-        "lora_config": {"rank": 2, "seed": 1},
+        "lora_config": {"rank": rank, "seed": seed},
     });
     let promise = post(url, "create_model", &body).unwrap();
     let created = result(url, &promise).unwrap();
@@ -205,11 +209,53 @@ fn wrong_options_are_errors_before_the_model_is_loaded() {
         ),
         (["--port", port.as_str()], busy.as_str()),
     ] {
-        let output = grpo(
-            folder.path(),
-            &[&["serve", "--tinker", "model"], &arguments[..]].concat(),
-        );
-        assert_eq!(output.status.code(), Some(3));
-        assert!(said(&output).contains(words), "{}", said(&output));
+        assert_refused(folder.path(), &arguments, words);
     }
+}
+
+fn assert_refused(folder: &Path, arguments: &[&str], words: &str) {
+    let output = grpo(folder, &[&SERVE[..3], arguments].concat());
+    assert_eq!(output.status.code(), Some(3));
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
+#[cfg(feature = "engines")]
+#[test]
+fn engines_without_adapters_are_refused_before_the_model_is_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = ["--base-url", "http://127.0.0.1:1"];
+    for (engine, words) in [
+        ("openai", "engine: openai, must be vllm or sglang"),
+        ("local", "base_url: given, must be absent with engine local"),
+    ] {
+        let arguments = [&["--engine", engine][..], &url].concat();
+        assert_refused(folder.path(), &arguments, words);
+    }
+    let arguments = ["--engine", "vllm", "--base-url", "127.0.0.1:1"];
+    let words = "base_url[0]: \"127.0.0.1:1\", must begin with http:// or https://";
+    assert_refused(folder.path(), &arguments, words);
+}
+
+/// A request for samples fails with the reason if no server answers. Training goes on.
+#[cfg(feature = "engines")]
+#[test]
+fn samples_of_servers_that_are_gone_fail_alone() {
+    use candle_grpo_test_support::{HttpServer, Reply};
+
+    let refusing = HttpServer::start(|_| Reply::new(401, "{}"));
+    let folder = folder();
+    let engine = ["--engine", "vllm", "--base-url"];
+    let (running, url) = serve_with(folder.path(), &[&engine[..], &[&refusing.url()]].concat());
+    let sample = json!({
+        "base_model": "model", "num_samples": 1,
+        "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1},
+    });
+    let promise = post(&url, "asample", &sample).unwrap();
+    let failed = result(&url, &promise).unwrap();
+    let error = failed["error"].as_str().unwrap();
+    assert!(error.contains("refuses the key"), "{error}");
+    let mut results = vec![None; 3];
+    work(&url, &create_model(&url), &mut results);
+    assert!(results.iter().all(Option::is_some));
+    drop(running);
 }

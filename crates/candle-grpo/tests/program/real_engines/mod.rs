@@ -45,6 +45,16 @@ impl Server {
         format!("http://127.0.0.1:{}", self.port.number())
     }
 
+    /// Waits until it can sample.
+    #[cfg(feature = "tinker")]
+    fn wait(&mut self) {
+        let health = format!("{}/health", self.url());
+        while ureq::get(&health).call().is_err() {
+            assert!(self.child.try_wait().unwrap().is_none(), "it has ended");
+            std::thread::sleep(std::time::Duration::from_secs(1));
+        }
+    }
+
     fn kill(&mut self) {
         // vLLM's answer to SIGTERM is to wait for its clients, which wait for their completions.
         self.child.kill().unwrap();

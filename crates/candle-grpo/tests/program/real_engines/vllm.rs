@@ -188,3 +188,93 @@ fn vllm_is_a_teacher() {
     assert!(number(0, "divergence").abs() < 1e-5 && mass(0).abs() < 1e-5);
     assert!(number(2, "divergence") > 1e-3);
 }
+
+/// The base model and two adapters are sampled from at the same time, before and after the server
+/// loses its adapters. `grpo serve` compares log-probs each time that it opens one.
+#[cfg(feature = "tinker")]
+#[test]
+#[ignore = "needs vLLM: make test-vllm"]
+fn vllm_samples_for_clients_of_tinker() {
+    use crate::tinker::{create_model_of, post, result, serve_with};
+
+    let mut server = start();
+    server.wait();
+    let folder = tempfile::tempdir().unwrap();
+    let path = model().display().to_string();
+    std::os::unix::fs::symlink(&path, folder.path().join("model")).unwrap();
+    let url = server.url();
+    let options = ["--engine", "vllm", "--base-url", &url];
+    let (running, url) = serve_with(folder.path(), &options);
+    let call = |name: &str, body: &Value| {
+        let promise = post(&url, name, body).unwrap();
+        result(&url, &promise).unwrap()
+    };
+    // "The capital of France is Paris."
+    let text = [504_u32, 3575, 282, 4649, 314, 7042, 30];
+    let data = json!([{
+        "model_input": {"chunks": [{"tokens": text[..6]}]},
+        "loss_fn_inputs": {"target_tokens": {"data": text[1..], "dtype": "int64"}},
+    }]);
+    let trained = |seed: u64, learning_rate: f64| {
+        let model = create_model_of(&url, 8, seed);
+        let input = json!({"loss_fn": "cross_entropy", "data": data});
+        for step in 0..4 {
+            let of = |seq: u64| json!({"model_id": model, "seq_id": 2 * step + seq});
+            let mut pass = of(1);
+            pass["forward_backward_input"] = input.clone();
+            call("forward_backward", &pass);
+            let mut update = of(2);
+            update["adam_params"] = json!({"learning_rate": learning_rate});
+            call("optim_step", &update);
+        }
+        let save = json!({"model_id": model, "seq_id": 9, "path": "a"});
+        call("save_weights_for_sampler", &save)["path"].clone()
+    };
+    let weights = [Value::Null, trained(1, 1e-3), trained(2, 3e-3)];
+    let sample = || {
+        let promises = weights.iter().map(|weights| {
+            let mut body = json!({
+                "num_samples": 4, "prompt_logprobs": true,
+                "prompt": {"chunks": [{"tokens": text[..5]}]},
+                "sampling_params": {"max_tokens": 16, "temperature": 0.8, "top_p": 0.9},
+            });
+            match weights {
+                Value::Null => body["base_model"] = json!("model"),
+                path => body["model_path"] = path.clone(),
+            }
+            post(&url, "asample", &body).unwrap()
+        });
+        let promises: Vec<Value> = promises.collect();
+        let samples = promises
+            .iter()
+            .map(|promise| result(&url, promise).unwrap());
+        samples.collect::<Vec<_>>()
+    };
+    let prompts = |samples: &[Value]| -> Vec<Value> {
+        let log_probs = samples.iter().map(|one| one["prompt_logprobs"].clone());
+        log_probs.collect()
+    };
+    let before = sample();
+    println!("{before:?}");
+    for samples in &before {
+        assert_eq!(
+            samples["sequences"].as_array().unwrap().len(),
+            4,
+            "{samples}"
+        );
+    }
+    server.kill();
+    server.restart();
+    let after = sample();
+    for samples in &after {
+        assert_eq!(
+            samples["sequences"].as_array().unwrap().len(),
+            4,
+            "{samples}"
+        );
+    }
+    let (before, after) = (prompts(&before), prompts(&after));
+    assert_eq!(before, after);
+    assert!(before[0] != before[1] && before[1] != before[2]);
+    drop(running);
+}
