@@ -1,11 +1,10 @@
 //! Ranks in an MPI job.
 
 use std::cell::RefCell;
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ::mpi::Threading;
-use ::mpi::collective::SystemOperation;
 use ::mpi::environment::Universe;
 use ::mpi::topology::{Color, SimpleCommunicator};
 use ::mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
@@ -20,15 +19,19 @@ use crate::{Collective, arguments};
 /// fastest.
 const MESSAGE: usize = 16 << 20;
 
+/// If all ranks' numbers have at most this size in bytes, each rank computes the whole sum, in one
+/// call of MPI in place of two.
+const SHORT: usize = 64 << 10;
+
 /// Ranks in an MPI job started by `mpirun` or `srun`.
 ///
 /// CPU tensors are changed in place, through a 16 MiB buffer for one message. Small tensors share
 /// messages. For each operation, tensors on other devices are copied to the CPU and back, which is
 /// slow.
 ///
-/// bf16 is summed in f32 and rounded once. Summing the same tensors on the same number of ranks
-/// gives the same bits in every run. A different number of ranks or another MPI library may add in
-/// another order.
+/// Sums add in the order of the ranks. So their bits depend on the numbers of each rank alone: not
+/// on other tensors in the same call, on the MPI library, or on whether a rank receives all sums or
+/// its part. bf16 is summed in f32 and rounded once.
 ///
 /// MPI ends all processes after a communication error, or if a rank ends without finalizing.
 /// Dropping the last handle from [`Self::init`] finalizes MPI, which waits for the other ranks.
@@ -108,26 +111,44 @@ impl Mpi {
 
     /// Replaces each tensor with its sum, in messages of `W`.
     fn sum<W: Wire>(&self, tensors: &[&Tensor]) -> Result<()> {
-        let ranks = &self.communicator.0;
         let mut buffers = self.lock();
         let lengths: Vec<usize> = tensors.iter().map(|tensor| tensor.elem_count()).collect();
         for message in messages(&lengths, MESSAGE / size_of::<W>()) {
             let length = message.length();
-            let (send, receive) = split::<W>(&mut buffers, length, length);
-            if let Some((tensor, range)) = message.only(tensors)
-                && tensor.dtype() == W::DTYPE
-            {
-                in_place(tensor, |storage, start| {
-                    let own = &mut W::elements(storage)?[shifted(&range, start)];
-                    ranks.all_reduce_into(&*own, receive, SystemOperation::sum());
-                    own.copy_from_slice(receive);
-                    Ok(())
-                })?;
+            if length * self.world_size * size_of::<W>() <= SHORT {
+                let (send, receive) = split::<W>(&mut buffers, length, length * self.world_size);
+                message.read(tensors, 0, send)?;
+                self.communicator.0.all_gather_into(&*send, receive);
+                message.write(tensors, 0, add_in_order(receive, length))?;
                 continue;
             }
-            message.read(tensors, 0, send)?;
-            ranks.all_reduce_into(&*send, receive, SystemOperation::sum());
-            message.write(tensors, 0, receive)?;
+            // Each rank adds a part. The end of the last one has no meaning.
+            let part = length.div_ceil(self.world_size);
+            let all = part * self.world_size;
+            let (send, receive) = split::<W>(&mut buffers, all, all);
+            message.read(tensors, 0, &mut send[..length])?;
+            self.communicator.0.all_to_all_into(&*send, receive);
+            let own = add_in_order(receive, part);
+            self.communicator.0.all_gather_into(own, send);
+            message.write(tensors, 0, &send[..length])?;
+        }
+        Ok(())
+    }
+
+    /// Replaces this rank's part of each tensor with its sum, in messages of `W`.
+    fn sum_parts<W: Wire>(&self, tensors: &[&Tensor]) -> Result<()> {
+        let mut buffers = self.lock();
+        let part = |tensor: &&Tensor| tensor.elem_count() / self.world_size;
+        let parts: Vec<usize> = tensors.iter().map(part).collect();
+        for message in messages(&parts, self.part_of_message::<W>()) {
+            let length = message.length();
+            let all = length * self.world_size;
+            let (send, receive) = split::<W>(&mut buffers, all, all);
+            for (rank, part) in send.chunks_exact_mut(length).enumerate() {
+                message.read(tensors, rank, part)?;
+            }
+            self.communicator.0.all_to_all_into(&*send, receive);
+            message.write(tensors, self.rank, add_in_order(receive, length))?;
         }
         Ok(())
     }
@@ -162,21 +183,21 @@ impl Collective for Mpi {
     fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         arguments::all_reduce_sum(tensors)?;
         on_host(tensors, |tensors| {
-            for run in runs(tensors) {
-                match run[0].dtype() {
-                    DType::F64 => self.sum::<f64>(run)?,
-                    _ => self.sum::<f32>(run)?,
-                }
-            }
-            Ok(())
+            runs(tensors).try_for_each(|run| match run[0].dtype() {
+                DType::F64 => self.sum::<f64>(run),
+                _ => self.sum::<f32>(run),
+            })
         })
     }
 
-    /// Sums whole tensors, because with Open MPI 5 on one machine that takes half as long as
-    /// `MPI_Reduce_scatter_block` (`examples/collective_speed.rs`).
     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
         arguments::reduce_scatter_sum(tensors, self.world_size)?;
-        self.all_reduce_sum(tensors)
+        on_host(tensors, |tensors| {
+            runs(tensors).try_for_each(|run| match run[0].dtype() {
+                DType::F64 => self.sum_parts::<f64>(run),
+                _ => self.sum_parts::<f32>(run),
+            })
+        })
     }
 
     fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
@@ -213,7 +234,7 @@ impl Collective for Mpi {
                     in_place(tensor, |storage, start| {
                         let start = start * u8::count(tensor.dtype());
                         root_process
-                            .broadcast_into(&mut u8::elements(storage)?[shifted(&range, start)]);
+                            .broadcast_into(&mut bytes_of(storage)?[shifted(&range, start)]);
                         Ok(())
                     })?;
                     continue;
@@ -267,15 +288,9 @@ impl Drop for Mpi {
 }
 
 /// Message dtypes: sums use f32 or f64, and other operations copy bytes.
-trait Wire: Pod + Equivalence {
-    /// The dtype of tensors that can be sent directly.
-    const DTYPE: DType;
-
+trait Wire: Pod + Equivalence + AddAssign {
     /// Number of message elements per tensor element.
     fn count(dtype: DType) -> usize;
-
-    /// The elements of a tensor that can be sent directly.
-    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]>;
 
     /// Copies a range of tensor elements into a message.
     fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()>;
@@ -285,17 +300,8 @@ trait Wire: Pod + Equivalence {
 }
 
 impl Wire for f32 {
-    const DTYPE: DType = DType::F32;
-
     fn count(_: DType) -> usize {
         1
-    }
-
-    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
-        match storage {
-            CpuStorage::F32(values) => Ok(values),
-            _ => bail!("a tensor must be f32"),
-        }
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
@@ -326,17 +332,8 @@ impl Wire for f32 {
 }
 
 impl Wire for f64 {
-    const DTYPE: DType = DType::F64;
-
     fn count(_: DType) -> usize {
         1
-    }
-
-    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
-        match storage {
-            CpuStorage::F64(values) => Ok(values),
-            _ => bail!("a tensor must be f64"),
-        }
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
@@ -345,31 +342,17 @@ impl Wire for f64 {
     }
 
     fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()> {
-        Self::elements(storage)?[range].copy_from_slice(from);
+        match storage {
+            CpuStorage::F64(values) => values[range].copy_from_slice(from),
+            _ => bail!("a tensor must be f64"),
+        }
         Ok(())
     }
 }
 
 impl Wire for u8 {
-    const DTYPE: DType = DType::U8;
-
     fn count(dtype: DType) -> usize {
         dtype.size_in_bytes()
-    }
-
-    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
-        Ok(match storage {
-            CpuStorage::U8(values) => values,
-            CpuStorage::U32(values) => cast_slice_mut(values),
-            CpuStorage::I16(values) => cast_slice_mut(values),
-            CpuStorage::I32(values) => cast_slice_mut(values),
-            CpuStorage::I64(values) => cast_slice_mut(values),
-            CpuStorage::BF16(values) => cast_slice_mut(values),
-            CpuStorage::F16(values) => cast_slice_mut(values),
-            CpuStorage::F32(values) => cast_slice_mut(values),
-            CpuStorage::F64(values) => cast_slice_mut(values),
-            _ => bail!("a tensor must be an integer or a float of 16 to 64 bits"),
-        })
     }
 
     fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
@@ -390,9 +373,25 @@ impl Wire for u8 {
     }
 
     fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()> {
-        Self::elements(storage)?[range].copy_from_slice(from);
+        bytes_of(storage)?[range].copy_from_slice(from);
         Ok(())
     }
+}
+
+/// The bytes of a tensor that can be sent directly.
+fn bytes_of(storage: &mut CpuStorage) -> Result<&mut [u8]> {
+    Ok(match storage {
+        CpuStorage::U8(values) => values,
+        CpuStorage::U32(values) => cast_slice_mut(values),
+        CpuStorage::I16(values) => cast_slice_mut(values),
+        CpuStorage::I32(values) => cast_slice_mut(values),
+        CpuStorage::I64(values) => cast_slice_mut(values),
+        CpuStorage::BF16(values) => cast_slice_mut(values),
+        CpuStorage::F16(values) => cast_slice_mut(values),
+        CpuStorage::F32(values) => cast_slice_mut(values),
+        CpuStorage::F64(values) => cast_slice_mut(values),
+        _ => bail!("a tensor must be an integer or a float of 16 to 64 bits"),
+    })
 }
 
 /// Ranges of tensor elements, or of each tensor part, that are sent together.
@@ -523,6 +522,17 @@ impl<F: FnOnce(&mut CpuStorage, usize) -> Result<()>> InplaceOp1 for InPlace<F> 
             None => Ok(()),
         }
     }
+}
+
+/// Adds all parts of `length` elements to the first one, in order.
+fn add_in_order<W: Wire>(parts: &mut [W], length: usize) -> &[W] {
+    let (sum, others) = parts.split_at_mut(length);
+    for part in others.chunks_exact(length) {
+        for (sum, value) in sum.iter_mut().zip(part) {
+            *sum += *value;
+        }
+    }
+    sum
 }
 
 /// Two buffers for `send` and `receive` elements.
