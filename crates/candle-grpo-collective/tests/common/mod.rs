@@ -37,6 +37,10 @@ pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) 
             "a_rank_that_is_killed_in_a_gather_ends_the_others",
             "kill_in_gather",
         ),
+        (
+            "a_rank_that_is_killed_in_a_gather_of_its_group_ends_all_groups",
+            "kill_in_gather_of_group",
+        ),
         ("a_rank_that_panics_ends_the_others", "panic"),
         ("a_rank_that_exits_early_ends_the_others", "exit"),
     ]
@@ -52,12 +56,15 @@ pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) 
 /// Fails if an operation does.
 pub(crate) fn end_early(part: &str, ranks: &dyn Collective, device: &Device) -> Result<()> {
     one(ranks, device)?;
-    if part == "kill_in_gather" {
+    if part.starts_with("kill_in_gather") {
+        let pairs = part.ends_with("of_group");
+        let group = pairs.then(|| ranks.split(ranks.rank() / 2)).transpose()?;
+        let gathering = group.as_deref().unwrap_or(ranks);
         let killed = (ranks.rank() == 1).then(|| thread::spawn(kill_this_process));
         // 32 MiB for each rank.
-        let tensor = Tensor::zeros(ranks.world_size() << 23, DType::F32, device)?;
+        let tensor = Tensor::zeros(gathering.world_size() << 23, DType::F32, device)?;
         while killed.as_ref().is_none_or(|killed| !killed.is_finished()) {
-            ranks.all_gather(&[&tensor])?;
+            gathering.all_gather(&[&tensor])?;
             // Waits for a device.
             tensor.get(0)?.to_scalar::<f32>()?;
         }
