@@ -22,7 +22,7 @@ use rstest::rstest;
 
 use close::assert_close_runs;
 use running::Running;
-use support::{CONFIG, folder, lines, said, succeeds};
+use support::{CONFIG, folder, lines, said, succeeds, without};
 
 /// One job at a time.
 fn turn() -> MutexGuard<'static, ()> {
@@ -105,6 +105,14 @@ fn checkpoint(folder: &Path, steps: usize) -> PathBuf {
     RunDir::checkpoints(&folder.join("run")).path(steps)
 }
 
+/// Asserts that the checkpoints after these steps are byte for byte the same.
+fn assert_same_checkpoints(found: &Path, expected: &Path, steps: usize) {
+    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
+        let of = |folder: &Path| fs::read(checkpoint(folder, steps).join(name)).unwrap();
+        assert!(of(found) == of(expected), "{name}");
+    }
+}
+
 #[test]
 fn the_first_rank_downloads_a_model_of_the_hub() {
     let _turn = turn();
@@ -132,47 +140,115 @@ fn the_first_rank_downloads_a_model_of_the_hub() {
     assert!(said(&output).contains(words), "{}", said(&output));
 }
 
-#[test]
-fn two_and_four_ranks_train_as_one_process() {
-    let _turn = turn();
-    for algorithm in [
-        "",
-        "  preset: gspo\n",
-        "  preset: dapo\n",
-        "  preset: lite_ppo\n",
-        "  whiten_advantages: true\n",
-        "  recipe: {policy_loss: {surrogate: {kl_cov: {ratio: 0.1}}}}\n",
-    ] {
-        let config = config(5).replace("algorithm:\n", &format!("algorithm:\n{algorithm}"));
-        let alone = folder(&config);
-        succeeds(alone.path(), &["train", "run.yaml"]);
-        for (ranks, sharding) in [(2, "none"), (4, "optimizer"), (3, "resident")] {
-            let shared = folder(&format!("{config}training: {{sharding: {sharding}}}\n"));
-            let printed = job_succeeds(shared.path(), ranks, &["train", "run.yaml"]);
-            // Rank 0 alone prints and writes.
-            assert_eq!(printed.matches("\nstep ").count(), 5, "{printed}");
-            assert_close_runs(&shared.path().join("run"), &alone.path().join("run"), 5);
-            let samples = |folder: &Path| lines(&folder.join("run/samples.jsonl"));
-            assert_eq!(samples(shared.path())[..16], samples(alone.path())[..16]);
-        }
-    }
+/// `config` with one more key or several, each on its line.
+fn with(config: &str, keys: &str) -> String {
+    format!("{config}{keys}\n")
 }
 
 #[rstest]
-#[case::a_divided_optimizer("sharding: optimizer")]
-#[case::divided_weights("sharding: resident, compute_dtype: bf16")]
-#[case::all_weights("sharding: full, compute_dtype: bf16")]
-fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] training: &str) {
+#[case::grpo("recipe: {policy_loss: {kl: {coef: 0.01}}}")]
+#[case::gspo("preset: gspo")]
+#[case::dapo("preset: dapo")]
+#[case::lite_ppo("preset: lite_ppo")]
+#[case::whitened_advantages("preset: reinforce_plus_plus_baseline")]
+#[case::tokens_of_all_ranks("recipe: {policy_loss: {surrogate: {kl_cov: {ratio: 0.1}}}}")]
+fn ranks_train_as_one_process(#[case] algorithm: &str) {
     let _turn = turn();
-    let set_steps = |folder: &Path, steps: usize| {
-        let config = config(steps) + &format!("training: {{{training}}}\n");
+    let config = with(&without(&config(5), "recipe"), algorithm);
+    let alone = folder(&config);
+    succeeds(alone.path(), &["train", "run.yaml"]);
+    for (ranks, keys) in [
+        (2, "sharding: none"),
+        (4, "sharding: optimizer"),
+        (3, "sharding: resident"),
+        (2, "sharding: full"),
+        (5, "sharding: full"),
+        (2, "sequence_ranks: 2"),
+        (4, "sequence_ranks: 2\nsharding: resident"),
+    ] {
+        let shared = folder(&with(&config, keys));
+        let printed = job_succeeds(shared.path(), ranks, &["train", "run.yaml"]);
+        // Rank 0 alone prints and writes.
+        assert_eq!(printed.matches("\nstep ").count(), 5, "{printed}");
+        assert_close_runs(&shared.path().join("run"), &alone.path().join("run"), 5);
+        let samples = |folder: &Path| lines(&folder.join("run/samples.jsonl"));
+        assert_eq!(samples(shared.path())[..16], samples(alone.path())[..16]);
+    }
+}
+
+/// Each rank has one micro-batch in an update, so all sum gradients in the same order. In bf16,
+/// ranks that divide the f32 weights compute with rounded ones.
+#[rstest]
+#[case::f32("f32", &["optimizer", "resident", "full"])]
+#[case::bf16("bf16", &["resident", "full"])]
+fn what_ranks_divide_does_not_change_the_bits(
+    #[case] dtype: &str,
+    #[case] shardings: &[&str],
+    #[values(2, 3, 5)] ranks: usize,
+) {
+    let _turn = turn();
+    let runs = shardings.iter().map(|sharding| {
+        let keys = format!("compute_dtype: {dtype}\nsharding: {sharding}");
+        let folder = folder(&with(&config(4), &keys));
+        job_succeeds(folder.path(), ranks, &["train", "run.yaml"]);
+        folder
+    });
+    let runs: Vec<_> = runs.collect();
+    let metrics = |folder: &Path| lines(&folder.join("run/metrics.jsonl"));
+    for (run, sharding) in runs.iter().zip(shardings).skip(1) {
+        let (found, expected) = (run.path(), runs[0].path());
+        assert_eq!(metrics(found), metrics(expected), "{sharding}");
+        assert_same_checkpoints(found, expected, 4);
+    }
+}
+
+/// The only update of the step follows forward passes, whose tokens have the bits of one rank.
+/// Gradients differ by the rounding of sums.
+#[rstest]
+fn metrics_of_a_team_have_the_bits_of_one_rank(#[values(2, 4)] ranks: usize) {
+    let _turn = turn();
+    let (alone, team) = (folder(&config(1)), folder(""));
+    succeeds(alone.path(), &["train", "run.yaml"]);
+    let keys = format!("sequence_ranks: {ranks}");
+    fs::write(team.path().join("run.yaml"), with(&config(1), &keys)).unwrap();
+    job_succeeds(team.path(), ranks, &["train", "run.yaml"]);
+    let metrics = |folder: &Path| {
+        let mut metrics = lines(&folder.join("run/metrics.jsonl")).remove(0);
+        metrics
+            .as_object_mut()
+            .unwrap()
+            .remove("grad_norm")
+            .unwrap();
+        metrics
+    };
+    let expected = metrics(alone.path());
+    assert!(expected["kl"].is_number(), "{expected}");
+    assert_eq!(metrics(team.path()), expected);
+}
+
+/// Ranks, and what they divide.
+type Division<'a> = (usize, &'a str);
+
+#[rstest]
+#[case::a_divided_optimizer("f32", (2, "sharding: optimizer"), (4, "sharding: optimizer"))]
+#[case::divided_weights("bf16", (2, "sharding: resident"), (3, "sharding: full"))]
+#[case::all_weights("bf16", (2, "sharding: full"), (4, "sequence_ranks: 2\nsharding: resident"))]
+#[case::teams("f32", (4, "sequence_ranks: 2\nsharding: resident"), (3, "sharding: full"))]
+fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(
+    #[case] dtype: &str,
+    #[case] (ranks, keys): Division,
+    #[case] (other_ranks, other_keys): Division,
+) {
+    let _turn = turn();
+    let set = |folder: &Path, steps: usize, keys: &str| {
+        let config = with(&config(steps), &format!("compute_dtype: {dtype}\n{keys}"));
         fs::write(folder.join("run.yaml"), config).unwrap();
     };
     let (killed, whole) = (folder(""), folder(""));
-    set_steps(killed.path(), 1_000_000);
+    set(killed.path(), 1_000_000, keys);
     let checkpoints = || RunDir::checkpoints(&killed.path().join("run"));
     for i in 0..cases(10, 40) as usize {
-        let job = Job::start(killed.path(), 2, &["train", "run.yaml", "--resume"]);
+        let job = Job::start(killed.path(), ranks, &["train", "run.yaml", "--resume"]);
         match i % 5 {
             // Before the ranks have met.
             0 => {}
@@ -188,7 +264,7 @@ fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] train
                 while job.mpirun.step() <= first + 3 {}
             }
         }
-        job.signal(i / 5 % 2, Signal::SIGKILL);
+        job.signal([0, ranks - 1][i / 5 % 2], Signal::SIGKILL);
         let (status, errors) = job.end();
         assert!(!status.success(), "{errors}");
     }
@@ -196,21 +272,22 @@ fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] train
     assert!(latest.damaged.is_empty(), "{:?}", latest.damaged);
     let steps = latest.checkpoint.unwrap().step + 4;
     for (folder, how) in [(&killed, "--resume"), (&whole, "--replace")] {
-        set_steps(folder.path(), steps);
-        job_succeeds(folder.path(), 2, &["train", "run.yaml", how]);
+        set(folder.path(), steps, keys);
+        job_succeeds(folder.path(), ranks, &["train", "run.yaml", how]);
     }
     for name in ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl"] {
         let of = |folder: &Path| lines(&folder.join("run").join(name));
         assert_eq!(of(killed.path()), of(whole.path()), "{name}");
     }
-    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
-        let of = |folder: &Path| fs::read(checkpoint(folder, steps).join(name)).unwrap();
-        assert!(of(killed.path()) == of(whole.path()), "{name}");
-    }
-    // On another number of ranks, and in one process.
-    set_steps(whole.path(), steps + 2);
-    job_succeeds(whole.path(), 4, &["train", "run.yaml", "--resume"]);
-    set_steps(whole.path(), steps + 4);
+    assert_same_checkpoints(killed.path(), whole.path(), steps);
+    // On another number of ranks that divide other things, and in one process.
+    set(whole.path(), steps + 2, other_keys);
+    job_succeeds(
+        whole.path(),
+        other_ranks,
+        &["train", "run.yaml", "--resume"],
+    );
+    set(whole.path(), steps + 4, "sharding: none");
     succeeds(whole.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(
         lines(&whole.path().join("run/metrics.jsonl")).len(),
@@ -219,31 +296,33 @@ fn a_job_whose_ranks_are_killed_again_and_again_ends_bit_identical(#[case] train
 }
 
 /// In bf16, where ranks divide the f32 weights.
-#[test]
-fn what_ranks_divide_and_their_number_change_between_jobs() {
+#[rstest]
+#[case::divided_weights((2, "sharding: resident"))]
+#[case::all_weights((3, "sharding: full"))]
+#[case::teams((4, "sequence_ranks: 2"))]
+fn what_ranks_divide_and_their_number_change_between_jobs(#[case] first: Division) {
     let _turn = turn();
-    let write = |folder: &Path, steps: usize, sharding: &str| {
-        let keys = format!("training: {{sharding: {sharding}, compute_dtype: bf16}}\n");
-        fs::write(folder.join("run.yaml"), config(steps) + &keys).unwrap();
+    let train = |folder: &Path, steps: usize, (ranks, keys): Division| {
+        let config = with(&config(steps), &format!("compute_dtype: bf16\n{keys}"));
+        fs::write(folder.join("run.yaml"), config).unwrap();
+        job_succeeds(folder, ranks, &["train", "run.yaml", "--resume"]);
     };
     let (changed, whole) = (folder(""), folder(""));
     for steps in [2, 4, 6] {
-        write(changed.path(), steps, "resident");
-        job_succeeds(changed.path(), 2, &["train", "run.yaml", "--resume"]);
+        train(changed.path(), steps, first);
     }
-    write(whole.path(), 6, "resident");
-    job_succeeds(whole.path(), 2, &["train", "run.yaml", "--replace"]);
-    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
-        let of = |folder: &Path| fs::read(checkpoint(folder, 6).join(name)).unwrap();
-        assert!(of(changed.path()) == of(whole.path()), "{name}");
+    train(whole.path(), 6, first);
+    assert_same_checkpoints(changed.path(), whole.path(), 6);
+    for (steps, division) in [
+        (7, (5, "sharding: full")),
+        (8, (3, "sharding: optimizer")),
+        (9, (2, "sequence_ranks: 2\nsharding: resident")),
+        (10, (2, "sharding: full")),
+        (11, (1, "sharding: none")),
+    ] {
+        train(changed.path(), steps, division);
     }
-    for (steps, ranks, sharding) in [(7, 5, "resident"), (8, 3, "optimizer"), (9, 2, "resident")] {
-        write(changed.path(), steps, sharding);
-        job_succeeds(changed.path(), ranks, &["train", "run.yaml", "--resume"]);
-    }
-    write(changed.path(), 10, "none");
-    succeeds(changed.path(), &["train", "run.yaml", "--resume"]);
-    assert_eq!(lines(&changed.path().join("run/metrics.jsonl")).len(), 10);
+    assert_eq!(lines(&changed.path().join("run/metrics.jsonl")).len(), 11);
 }
 
 #[test]
