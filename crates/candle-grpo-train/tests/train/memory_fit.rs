@@ -398,3 +398,71 @@ fn a_trainer_needs_a_number() {
         "micro_batch_tokens: auto, must be a number in a trainer: MemoryFit::micro_batch_tokens chooses one"
     );
 }
+
+/// The GB of a rank in the table of docs/scaling.md, which `scripts/scaling-model` prints.
+#[rstest]
+#[case::qwen2_7b("7.6 billion", (3584, 28), (28, 4), 18_944, 152_064)]
+#[case::qwen3_14b("14.8 billion", (5120, 40), (40, 8), 17_408, 151_936)]
+#[case::qwen3_32b("32.8 billion", (5120, 64), (64, 8), 25_600, 151_936)]
+fn the_documentation_has_the_memory_of_the_plan(
+    #[case] name: &str,
+    #[case] (hidden_size, num_hidden_layers): (usize, usize),
+    #[case] (num_attention_heads, num_key_value_heads): (usize, usize),
+    #[case] intermediate_size: usize,
+    #[case] vocab_size: usize,
+) {
+    let model = DecoderConfig {
+        hidden_size,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads,
+        head_dim: Some(128),
+        intermediate_size,
+        vocab_size,
+        tie_word_embeddings: false,
+        ..DecoderConfig::default()
+    };
+    let gigabytes = |sharding, state, samples: bool| {
+        let mut config = TrainConfig {
+            sharding,
+            compute_dtype: ComputeDType::Bf16,
+            micro_batch_size: 1,
+            sampling: SamplingConfig {
+                max_new_tokens: 1,
+                ..SamplingConfig::default()
+            },
+            ..config()
+        };
+        config.optimizer.state = state;
+        let plan = MemoryPlan::of_rank(&model, &config, (1, 0), 8).unwrap();
+        let phase = if samples { plan.held } else { plan.training };
+        (plan.weights + plan.optimizer + phase) as f64 / 1e9
+    };
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/scaling.md");
+    let page = std::fs::read_to_string(path).unwrap();
+    // The first table of the page with this model.
+    let row = (page.lines()).find_map(|line| line.strip_prefix(&format!("| {name} | ")));
+    let row = row.unwrap().trim_end_matches(" |");
+    let columns = [
+        (Sharding::None, false),
+        (Sharding::Optimizer, false),
+        (Sharding::Resident, false),
+        (Sharding::Full, false),
+        (Sharding::Full, true),
+    ];
+    let cells: Vec<&str> = row.split(" | ").collect();
+    assert_eq!(cells.len(), columns.len(), "{row}");
+    for (cell, (sharding, samples)) in cells.into_iter().zip(columns) {
+        let (f32_state, blocks) = cell.trim_end_matches(')').split_once(" (").unwrap();
+        for (number, state) in [(f32_state, StateForm::F32), (blocks, StateForm::Blocks8)] {
+            let number = number.parse::<f64>().unwrap();
+            let plan = gigabytes(sharding, state, samples);
+            // The page has whole numbers, and leaves out norms and the scales of blocks.
+            let rounding = 0.5 + plan / 100.;
+            assert!(
+                (number - plan).abs() <= rounding,
+                "{sharding:?} {state:?}: {number}, must be {plan}"
+            );
+        }
+    }
+}
