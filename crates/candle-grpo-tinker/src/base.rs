@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
+use candle_core::Device;
 use candle_grpo_base::server::Refusal;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig, Parameters};
+use candle_grpo_nn::{BaseWeights, DecoderConfig, Lora, LoraConfig, Parameters};
 use candle_grpo_train::rollout::DecodeText;
 use candle_grpo_train::{ComputeDType, Pretrained};
 
@@ -82,13 +83,26 @@ impl BaseInfo {
 
     /// Returns a model's adapter options.
     pub(crate) fn lora(&self, record: &ModelRecord) -> Result<LoraConfig> {
-        let all = LoraConfig::all_linear(record.rank, LORA_ALPHA);
+        self.lora_of(record.rank, record.train_attn, record.train_mlp)
+    }
+
+    /// Returns adapters that change nothing.
+    ///
+    /// vLLM needs them for samples of the base model: on the CPU, it gives a request without an
+    /// adapter the one of another request in its batch (vLLM 0.32).
+    pub(crate) fn identity(&self) -> Result<Lora> {
+        let config = self.lora_of(1, true, false)?;
+        Ok(Lora::init(config, &self.model, 0, &Device::Cpu)?)
+    }
+
+    fn lora_of(&self, rank: usize, of_attention: bool, of_others: bool) -> Result<LoraConfig> {
+        let all = LoraConfig::all_linear(rank, LORA_ALPHA);
         let maps: BTreeSet<String> = all
             .parameter_shapes(&self.model)?
             .keys()
             .filter(|name| {
                 let is_attention = name.split('.').any(|part| part.ends_with("attn"));
-                (is_attention && record.train_attn) || (!is_attention && record.train_mlp)
+                (is_attention && of_attention) || (!is_attention && of_others)
             })
             .filter_map(|name| name.rsplit('.').nth(2).map(str::to_owned))
             .collect();

@@ -1,8 +1,10 @@
 //! Samples from saved weights.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, bail};
+use candle_grpo_base::atomic_file;
 use candle_grpo_base::progress::{Interrupted, Progress};
 use candle_grpo_nn::{Decoder, Lora};
 use candle_grpo_train::learn::Reference;
@@ -168,8 +170,10 @@ impl Sampler {
 
     fn load(&self, record: &SamplerRecord, progress: &dyn Progress) -> Result<Snapshot> {
         let (model, parameters) = (&self.base.info.model, &self.base.parameters);
-        let saved = |path: &String| self.queues.store().saved(path);
-        let folder = record.model_path.as_ref().map(saved).transpose()?;
+        let folder = match &record.model_path {
+            Some(path) => Some(self.queues.store().saved(path)?),
+            None => self.engine.as_ref().map(|_| self.identity()).transpose()?,
+        };
         let read = |folder| Lora::load(folder, model, parameters.device());
         let adapters = folder.as_deref().map(read).transpose()?;
         let (adapters, dtype) = (adapters.as_ref(), self.base.dtype);
@@ -180,14 +184,25 @@ impl Sampler {
             adapters,
         };
         Ok(Snapshot {
-            source: match &self.engine {
-                None => Source::Local(Box::new(LocalGenerator::in_dtype(&weights, dtype)?)),
-                Some(engine) => {
-                    Source::Engine(engine.open(folder.as_deref(), &weights, progress)?)
+            source: match (&self.engine, &folder) {
+                (Some(engine), Some(folder)) => {
+                    Source::Engine(engine.open(folder, &weights, progress)?)
                 }
+                _ => Source::Local(Box::new(LocalGenerator::in_dtype(&weights, dtype)?)),
             },
             policy: Reference::with_adapters(model, parameters, adapters, dtype)?,
         })
+    }
+
+    /// Returns the folder with adapters that change nothing, for an engine.
+    fn identity(&self) -> Result<PathBuf> {
+        let folder = self.queues.store().identity();
+        if !folder.exists() {
+            let adapters = self.base.info.identity()?;
+            let name = &self.base.info.name;
+            atomic_file::write_folder(&folder, |folder| adapters.save(folder, Some(name)))?;
+        }
+        Ok(folder)
     }
 
     /// Draws samples for a turn, and publishes each result as soon as it is complete.

@@ -9,6 +9,7 @@
 //!                           weights/NAME/        save_weights: a PEFT folder with optimizer state
 //!                           sampler_weights/NAME/  save_weights_for_sampler: a PEFT folder
 //!                  samplers/N.json
+//! identity/                                      adapters that change nothing, for an engine
 //! ```
 
 use std::collections::BTreeMap;
@@ -262,6 +263,11 @@ impl Store {
         self.model(&path.model)
             .join(path.kind.name())
             .join(&path.name)
+    }
+
+    /// The folder for adapters that change nothing.
+    pub(crate) fn identity(&self) -> PathBuf {
+        self.folder.join("identity")
     }
 
     /// Returns the folder with saved weights.

@@ -21,7 +21,7 @@ use super::running::{MODEL, Running, example, pass, pretrained, step};
 /// An engine that samples as this process does.
 #[derive(Clone, Default)]
 struct Engine {
-    /// Whether it names log-probs of the policy.
+    /// True if it names log-probs of the policy.
     names_log_probs: bool,
     /// Number of generators that are open.
     open: Arc<AtomicUsize>,
@@ -29,7 +29,7 @@ struct Engine {
     opened: Arc<AtomicUsize>,
     /// True if the next generator cannot be opened.
     fails: Arc<AtomicBool>,
-    /// What each call waits for.
+    /// Messages that calls wait for.
     gate: Option<Arc<Mutex<Receiver<()>>>>,
 }
 
@@ -41,18 +41,15 @@ struct Opened {
 impl AdapterEngine for Engine {
     fn open(
         &self,
-        folder: Option<&Path>,
+        folder: &Path,
         weights: &PolicyWeights<'_>,
         _: &dyn Progress,
     ) -> Result<Box<dyn Generator>> {
         ensure!(!self.fails.swap(false, Ordering::AcqRel), "no server");
         let device = weights.parameters.device();
-        let read = folder.map(|folder| Lora::load(folder, weights.model, device));
-        let read = read.transpose()?;
-        let adapters = read.as_ref();
-        ensure!(adapters.is_some() == weights.adapters.is_some());
+        let read = Lora::load(folder, weights.model, device)?;
         let weights = PolicyWeights {
-            adapters,
+            adapters: Some(&read),
             ..*weights
         };
         self.open.fetch_add(1, Ordering::AcqRel);

@@ -14,8 +14,8 @@ use crate::Progress;
 /// policy that trains, use a [`Generator`], which receives its weights after each update.
 pub trait AdapterEngine: Send + Sync {
     /// Loads adapters from the PEFT directory `folder`, and returns a generator that samples from
-    /// them until it is dropped. Without a directory, it samples from the base model. `weights` are
-    /// the base model and these adapters, for comparison. Their version has no meaning.
+    /// them until it is dropped. `weights` are the base model with these adapters, for comparison.
+    /// Their version has no meaning.
     ///
     /// Several threads may call it, and the generators, at the same time.
     ///
@@ -25,7 +25,7 @@ pub trait AdapterEngine: Send + Sync {
     /// [`Progress::is_canceled`] returns true.
     fn open(
         &self,
-        folder: Option<&Path>,
+        folder: &Path,
         weights: &PolicyWeights<'_>,
         progress: &dyn Progress,
     ) -> Result<Box<dyn Generator>>;

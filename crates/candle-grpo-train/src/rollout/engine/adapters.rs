@@ -69,7 +69,7 @@ impl ServerAdapters {
 impl AdapterEngine for ServerAdapters {
     fn open(
         &self,
-        folder: Option<&Path>,
+        folder: &Path,
         weights: &PolicyWeights<'_>,
         progress: &dyn Progress,
     ) -> Result<Box<dyn Generator>> {

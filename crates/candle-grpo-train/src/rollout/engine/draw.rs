@@ -56,7 +56,7 @@ pub(super) fn draw(
         drawn.log_probs = vec![0.; drawn.tokens.len()];
     }
     // If a server does not have an adapter, it refuses its name. Whole weights are lost silently.
-    if let Some(weights) = weights.filter(|weights| weights.must_load())
+    if let Some(weights) = weights
         && adapter.is_none()
     {
         let serves = match &drawn.weight_version {

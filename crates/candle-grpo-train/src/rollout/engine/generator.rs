@@ -225,16 +225,16 @@ impl ServerGenerator {
     }
 
     /// Lets the servers sample from `weights`, beside those of other generators. Their adapters are
-    /// the PEFT directory `folder`, which the servers must see under the same path. Without it,
-    /// they are the model that the servers serve from their start. No server may have had
-    /// weights with this version. The log-probs are compared as in [`Self::weights_changed`].
+    /// the PEFT directory `folder`, which the servers must see under the same path. No server may
+    /// have had weights with this version. The log-probs are compared as in
+    /// [`Self::weights_changed`].
     ///
     /// # Errors
     ///
     /// Fails in the same cases as [`Self::weights_changed`].
     pub(super) fn serve_saved(
         &self,
-        folder: Option<&Path>,
+        folder: &Path,
         weights: &PolicyWeights<'_>,
         progress: &dyn Progress,
     ) -> Result<()> {

@@ -262,8 +262,7 @@ impl Servers {
     pub(super) fn unload(self: &Arc<Self>) {
         self.close();
         let weights = self.lock().weights.clone();
-        let Some(adapter) = weights.filter(|weights| weights.format == WeightFormat::Adapter)
-        else {
+        let Some(adapter) = weights else {
             return;
         };
         let servers = Arc::clone(self);
@@ -545,11 +544,6 @@ impl Servers {
             let _ = server.model.set(model);
         }
         match weights {
-            // Another program may answer now.
-            Some(weights) if !weights.must_load() => {
-                self.lock().servers[index].must_probe = true;
-                Ok(())
-            }
             Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
                 // Before the version can change. A failed load must be repeated: it may have set
                 // the version, and left the server paused.

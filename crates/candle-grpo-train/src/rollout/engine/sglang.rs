@@ -171,7 +171,6 @@ impl Protocol for Sglang {
                 }
             }
             WeightFormat::Memory => self.join(server),
-            WeightFormat::Served => Ok(()),
         }
     }
 

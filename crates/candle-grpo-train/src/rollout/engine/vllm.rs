@@ -106,7 +106,6 @@ impl Protocol for Vllm {
                     set_version(server, weights)?;
                 }
             }
-            WeightFormat::Served => return Ok(()),
         }
         if self.serves(server, weights)? {
             Ok(())
@@ -171,7 +170,6 @@ impl Protocol for Vllm {
                 let answer = server.call(&Call::get("/weight_info"))?;
                 Ok(answer["weight_version"] == weights.name())
             }
-            WeightFormat::Served => Ok(true),
         }
     }
 }

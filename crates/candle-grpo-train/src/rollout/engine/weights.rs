@@ -25,8 +25,6 @@ pub enum WeightFormat {
     Disk,
     /// All weights, which the processes of a server receive from the policy's memory.
     Memory,
-    /// The model that the server serves from its start. There is nothing to load.
-    Served,
 }
 
 /// One weight version, in a directory or in memory.
@@ -53,11 +51,6 @@ impl EngineWeights {
         name(self.version)
     }
 
-    /// Returns whether the server must receive them.
-    pub(super) fn must_load(&self) -> bool {
-        self.format != WeightFormat::Served
-    }
-
     /// Returns weights in memory.
     pub(super) fn in_memory(version: u64, live: Arc<LiveWeights>) -> Self {
         Self {
@@ -70,18 +63,12 @@ impl EngineWeights {
         }
     }
 
-    /// Returns saved adapters, or what the server serves from its start if there is no `folder`.
-    pub(super) fn saved(version: u64, folder: Option<&Path>) -> Result<Self> {
+    /// Returns saved adapters.
+    pub(super) fn saved(version: u64, folder: &Path) -> Result<Self> {
         Ok(Self {
             version,
-            format: match folder {
-                Some(_) => WeightFormat::Adapter,
-                None => WeightFormat::Served,
-            },
-            path: match folder {
-                Some(folder) => std::path::absolute(folder)?,
-                None => PathBuf::new(),
-            },
+            format: WeightFormat::Adapter,
+            path: std::path::absolute(folder)?,
             replaced: Vec::new(),
             is_beside_others: true,
             live: None,
@@ -164,9 +151,7 @@ impl WeightFolder {
             (WeightFormat::Adapter, None) => {
                 bail!("weight_sync: adapter, must be disk as no adapters train")
             }
-            (WeightFormat::Memory | WeightFormat::Served, _) => {
-                bail!("{format:?}: must be weights in a directory")
-            }
+            (WeightFormat::Memory, _) => bail!("weights in memory, must be in a directory"),
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer separate from a tied embedding.
                 let all = weights.export().in_dtype(self.dtype);

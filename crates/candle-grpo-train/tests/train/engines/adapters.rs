@@ -11,26 +11,21 @@ use rstest::rstest;
 use serde_json::Value;
 
 use super::served_policy::LogProbs;
-use super::{Policy, Setup, draw_with, short};
+use super::{Setup, draw_with, short};
 use crate::common::model;
 
-/// Adapters in the folder of `setup`, or the base model with version 0.
+/// Saves the adapters of a policy, and opens them.
 fn open(
     setup: &Setup,
     engine: &ServerAdapters,
     version: u64,
 ) -> anyhow::Result<Box<dyn Generator>> {
-    let mut policy = setup.policy(version);
-    if version == 0 {
-        policy.adapters = None;
-    }
+    let policy = setup.policy(version);
+    let adapters = policy.adapters.as_ref().unwrap();
     let folder = setup.folder.path().join(version.to_string());
-    let saved = policy.adapters.as_ref().map(|adapters| {
-        std::fs::create_dir(&folder).unwrap();
-        adapters.save(&folder, None).unwrap();
-        folder.as_path()
-    });
-    engine.open(saved, &policy.weights(&model()), &NoProgress)
+    std::fs::create_dir(&folder).unwrap();
+    adapters.save(&folder, None).unwrap();
+    engine.open(&folder, &policy.weights(&model()), &NoProgress)
 }
 
 fn draw(generator: &Arc<dyn Generator>, sampling: &SamplingConfig) -> Vec<Rollout> {
@@ -41,15 +36,11 @@ fn draw(generator: &Arc<dyn Generator>, sampling: &SamplingConfig) -> Vec<Rollou
 
 /// Checks that all tokens were sampled from the adapters with this version.
 fn assert_drew(setup: &Setup, version: u64, mut rollouts: Vec<Rollout>, temperature: f64) {
-    let mut policy = setup.policy(version);
-    if version == 0 {
-        policy.adapters = None;
-    }
     for rollout in &mut rollouts {
         // The servers know them by other names.
         rollout.completion.weight_versions.fill(version);
     }
-    policy.assert_drew(&rollouts, temperature);
+    setup.policy(version).assert_drew(&rollouts, temperature);
 }
 
 /// The names in the requests to a path, in order.
@@ -64,15 +55,15 @@ fn names(setup: &Setup, ending: &str) -> Vec<Value> {
 }
 
 #[rstest]
-fn adapters_and_the_base_model_are_sampled_from_at_the_same_time(
+fn several_adapters_are_sampled_from_at_the_same_time(
     #[values(Engine::Vllm, Engine::Sglang)] engine: Engine,
 ) {
     let setup = Setup::new(engine, WeightSync::Adapter, 2);
     let adapters = ServerAdapters::new(&setup.config()).unwrap();
-    let generators = [0, 1, 2].map(|version| Arc::from(open(&setup, &adapters, version).unwrap()));
+    let generators = [1, 2].map(|version| Arc::from(open(&setup, &adapters, version).unwrap()));
     // In turn, and with another temperature than the probe.
     for _ in 0..2 {
-        for (version, generator) in (0..).zip(&generators) {
+        for (version, generator) in (1..).zip(&generators) {
             let drawn = draw(generator, &short());
             assert_drew(&setup, version, drawn, short().temperature);
         }
@@ -84,8 +75,8 @@ fn adapters_and_the_base_model_are_sampled_from_at_the_same_time(
     // Another one's keys and values may be in use.
     assert_eq!(setup.servers[0].count("/reset_prefix_cache"), 0);
 
-    let [base, first, second] = generators;
-    drop((base, first));
+    let [first, second] = generators;
+    drop(first);
     setup.servers[0].http.wait_for_requests(|requests| {
         requests
             .iter()
@@ -100,9 +91,9 @@ fn adapters_and_the_base_model_are_sampled_from_at_the_same_time(
 fn a_restarted_server_gets_its_adapters_again() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Adapter, 1);
     let adapters = ServerAdapters::new(&setup.config()).unwrap();
-    let generators = [0, 1, 2].map(|version| Arc::from(open(&setup, &adapters, version).unwrap()));
+    let generators = [1, 2].map(|version| Arc::from(open(&setup, &adapters, version).unwrap()));
     setup.servers[0].restart();
-    for (version, generator) in (0..).zip(&generators) {
+    for (version, generator) in (1..).zip(&generators) {
         let drawn = draw(generator, &short());
         assert_drew(&setup, version, drawn, short().temperature);
     }
@@ -132,27 +123,19 @@ fn log_probs_after_filters_are_not_those_of_the_policy() {
 fn a_server_with_other_weights_is_an_error() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Adapter, 1);
     let adapters = ServerAdapters::new(&setup.config()).unwrap();
-    let refused = |policy: &Policy| {
-        let opened = adapters.open(None, &policy.weights(&model()), &NoProgress);
+    drop(open(&setup, &adapters, 2).unwrap());
+    let saved = setup.folder.path().join("2");
+    let error = |version: u64| {
+        let policy = setup.policy(version);
+        let opened = adapters.open(&saved, &policy.weights(&model()), &NoProgress);
         format!("{:#}", opened.err().unwrap())
     };
-    // The server has the base model alone.
-    let error = refused(&setup.policy(1));
-    assert!(error.contains("it serves other weights"), "{error}");
+    let other = error(1);
+    assert!(other.contains("it serves other weights"), "{other}");
     setup.report(LogProbs::Raw);
-    let base = Policy {
-        adapters: None,
-        ..setup.policy(0)
-    };
-    let error = refused(&base);
-    assert!(
-        error.contains("--logprobs-mode processed_logprobs"),
-        "{error}"
-    );
-    setup.report(LogProbs::Processed);
-    let generator = adapters.open(None, &base.weights(&model()), &NoProgress);
-    let drawn = draw(&Arc::from(generator.unwrap()), &short());
-    assert_drew(&setup, 0, drawn, short().temperature);
+    let raw = error(2);
+    let words = "start vLLM with --logprobs-mode processed_logprobs";
+    assert!(raw.contains(words), "{raw}");
 }
 
 #[test]
