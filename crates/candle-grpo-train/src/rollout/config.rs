@@ -293,17 +293,28 @@ impl RolloutConfig {
         Ok(check(meant, "weight_sync", Name(&self.weight_sync), &must)?)
     }
 
-    /// Checks that these settings are for teacher servers.
+    /// Checks that these settings are for servers of a teacher that scores given tokens.
     ///
     /// # Errors
     ///
-    /// Fails in the same cases as [`Self::validate`]. Also fails if the engine is neither `vllm`
-    /// nor `sglang`, or if there is a setting for weights or sampling, which a teacher does not
-    /// have.
+    /// Fails in the same cases as [`Self::validate_sampling_teacher`]. Also fails if the engine is
+    /// neither `vllm` nor `sglang`.
     pub fn validate_teacher(&self) -> Result<()> {
         let scores = self.engine.scores_tokens();
         let must = "be vllm or sglang, which name the log-probs of given tokens";
         check(scores, "engine", Name(&self.engine), must)?;
+        self.validate_sampling_teacher()
+    }
+
+    /// Checks that these settings are for servers of a teacher, which may only sample.
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`Self::validate`]. Also fails if the engine is `local`, or if
+    /// there is a setting for weights or for the policy, which a teacher does not have.
+    pub fn validate_sampling_teacher(&self) -> Result<()> {
+        let must = "be vllm, sglang or openai: servers of the teacher";
+        check(!self.engine.is_local(), "engine", "local", must)?;
         self.validate()?;
         let plain = Self::default();
         for (name, is_default) in [
@@ -325,7 +336,7 @@ impl RolloutConfig {
                 self.log_prob_tolerance == plain.log_prob_tolerance,
             ),
         ] {
-            let must = "be absent for a teacher, which receives no weights and draws nothing";
+            let must = "be absent for a teacher, which receives no weights";
             check(is_default, name, "given", must)?;
         }
         Ok(())

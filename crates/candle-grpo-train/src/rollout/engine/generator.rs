@@ -125,14 +125,47 @@ impl ServerGenerator {
         vocab_size: usize,
         folder: &Path,
     ) -> Result<Self> {
-        config.validate()?;
         // The settings must be for servers.
         config.engine.protocol()?;
+        Self::build(protocol, config, (sampling, vocab_size), folder, "rollout")
+    }
+
+    /// Creates a generator for the servers of a teacher with the tokens of the policy, which is
+    /// sampled with `sampling`. They receive no weights, and the completions have [no
+    /// log-probs](Self::without_log_probs).
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`RolloutConfig::validate_sampling_teacher`], and if `sampling`
+    /// is invalid or the API key's environment variable is not set.
+    pub fn of_teacher(
+        config: &RolloutConfig,
+        sampling: &SamplingConfig,
+        vocab_size: usize,
+    ) -> Result<Self> {
+        config.validate_sampling_teacher()?;
+        let config = RolloutConfig {
+            weight_sync: WeightSync::None,
+            ..config.clone()
+        };
+        let (protocol, policy) = (config.engine.protocol()?, (sampling, vocab_size));
+        let generator = Self::build(protocol, &config, policy, Path::new(""), "teacher.server");
+        Ok(generator?.without_log_probs())
+    }
+
+    fn build(
+        protocol: Box<dyn Protocol>,
+        config: &RolloutConfig,
+        (sampling, vocab_size): (&SamplingConfig, usize),
+        folder: &Path,
+        section: &'static str,
+    ) -> Result<Self> {
+        config.validate()?;
         sampling.validate()?;
         ensure!(vocab_size > 0, "vocab_size: 0, must be at least 1");
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
-        let servers = Arc::new(Servers::new(config, protocol, api_key, "rollout"));
+        let servers = Arc::new(Servers::new(config, protocol, api_key, section));
         Ok(Self {
             weight_sync: if config.is_fixed_policy() {
                 WeightSync::None
