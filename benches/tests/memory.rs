@@ -19,7 +19,7 @@ use candle_grpo_nn::{
 use candle_grpo_test_support::{LoneRank, is_long};
 use candle_grpo_train::data::MixedOrder;
 use candle_grpo_train::learn::{
-    ActorConfig, DemonstrationConfig, Draws, MemoryPlan, Reference, TeacherPart,
+    ActorConfig, DemonstrationConfig, DemonstrationPart, Draws, MemoryPlan, Reference, TeacherPart,
 };
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::sft::{SftConfig, SftParts, SftTrainer};
@@ -284,7 +284,7 @@ impl Measured {
         let demonstrations = self.config.demonstrations.map(|_| {
             let rows = examples(self.demonstration_tokens)?;
             let order = MixedOrder::single(rows.len(), 0)?;
-            anyhow::Ok((rows, order))
+            anyhow::Ok(DemonstrationPart::Rows(rows, order))
         });
         self.config.sampling.max_new_tokens = self.response_tokens;
         let sampling = self.config.sampling.clone();

@@ -162,6 +162,11 @@ impl Ranks {
     }
 }
 
+/// Part `number` of `count` consecutive parts of `total` items, which differ by at most one item.
+pub(crate) fn share_of(number: usize, count: usize, total: usize) -> Range<usize> {
+    total * number / count..total * (number + 1) / count
+}
+
 /// The shares of work that single ranks or teams have.
 #[derive(Clone, Copy)]
 pub(crate) struct Shares<'a> {
@@ -181,7 +186,7 @@ impl Shares<'_> {
 
     /// [`Self::share`] for share `number`.
     pub(crate) fn share_of(&self, number: usize, total: usize) -> Range<usize> {
-        total * number / self.count..total * (number + 1) / self.count
+        share_of(number, self.count, total)
     }
 
     /// Returns whether this rank reports the results of its share. Those of a team are equal on all

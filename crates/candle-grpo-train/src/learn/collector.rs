@@ -47,7 +47,11 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         let step = state.steps + 1;
         let scores = state.task_scores.as_ref();
         let groups = state.unfinished_groups.clone();
-        let seconds = self.receive(weights)?;
+        let seconds = if self.config.learns_from_teacher_samples_alone(step) {
+            PhaseSeconds::default()
+        } else {
+            self.receive(weights)?
+        };
         self.draw(step, state.visited, scores, groups, (None, seconds))
     }
 }
@@ -75,8 +79,10 @@ pub(super) struct Collector<C: ModelConfig> {
 /// The completions of a step with their scores.
 #[derive(Debug)]
 pub(super) struct Collection {
-    /// All groups that were drawn.
+    /// All groups that were drawn; none if the step learns from a teacher's samples alone.
     pub(super) all: RolloutGroups,
+    /// The rows of the prompts of a step without groups.
+    undrawn: Vec<usize>,
     /// The numbers of the groups to train on.
     pub(super) kept: Vec<usize>,
     /// The score of the greedy completion of each kept group's prompt, if the advantages need it.
@@ -129,6 +135,24 @@ impl<C: ModelConfig> Collector<C> {
         }
     }
 
+    /// Returns a collector that draws from the `generator` of a teacher, with `sampling`.
+    pub(super) fn of_teacher(
+        &self,
+        generator: Arc<dyn Generator<C>>,
+        sampling: SamplingConfig,
+    ) -> Result<Self> {
+        // The thread that draws completions of later steps has the other one.
+        let progress = Arc::new(CollectorProgress::new(false));
+        let sampler = self.sampler.clone().with_config(sampling)?;
+        let sampler = sampler.with_experts(false).with_progress(progress.clone());
+        let own = Self {
+            sampler,
+            progress,
+            ..self.clone()
+        };
+        Ok(own.with_generator(generator))
+    }
+
     /// Draws trajectories with `environments`.
     pub(super) fn with_environments(self, environments: Arc<dyn Trajectories>) -> Self {
         Self {
@@ -176,6 +200,9 @@ impl<C: ModelConfig> Collector<C> {
 
     /// Completes a collection of [`Self::without_exchange`] with those of the other ranks.
     pub(super) fn exchange(&self, collection: &mut Collection) -> Result<()> {
+        if !collection.undrawn.is_empty() {
+            return Ok(());
+        }
         let none = RolloutGroups::none(collection.all.num_generations);
         let own = std::mem::replace(&mut collection.all, none);
         collection.all = RolloutGroups::of_all_ranks(self.ranks().gather(own)?)?;
@@ -301,6 +328,18 @@ impl<C: ModelConfig> Collector<C> {
         (newest, mut seconds): (Option<&NewestWeights<C>>, PhaseSeconds),
     ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
+        if self.config.learns_from_teacher_samples_alone(step) {
+            return Ok(Collection {
+                all: RolloutGroups::none(self.config.num_generations),
+                undrawn: self.next_prompts(scores, visited, needed, &[])?,
+                kept: Vec::new(),
+                greedy_scores: None,
+                visited: visited + needed,
+                unfinished_groups,
+                regenerated_groups: None,
+                seconds,
+            });
+        }
         // The sampling round of each group.
         let mut round_of = Vec::new();
         let mut drawn: Vec<usize> = unfinished_groups.iter().map(|group| group.row).collect();
@@ -358,6 +397,7 @@ impl<C: ModelConfig> Collector<C> {
         };
         Ok(Collection {
             all,
+            undrawn: Vec::new(),
             kept,
             greedy_scores,
             visited,
@@ -464,6 +504,20 @@ impl<C: ModelConfig> Collector<C> {
         self.draw_rows(&sampler, rows, 1, stream(step, round), seconds)
     }
 
+    /// Draws and scores `count` completions for each of the prompts at `rows` in step `step`, with
+    /// a collector of a teacher.
+    pub(super) fn draw_of_teacher(
+        &self,
+        step: usize,
+        rows: Vec<usize>,
+        count: usize,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<RolloutGroups> {
+        // Those of the policy have smaller numbers, so a teacher with its weights draws others.
+        let round = self.config.max_sampling_batches + 1;
+        self.draw_rows(&self.sampler, rows, count, stream(step, round), seconds)
+    }
+
     fn draw_rows(
         &self,
         sampler: &Sampler<C>,
@@ -523,6 +577,15 @@ impl<C: ModelConfig> Collector<C> {
 }
 
 impl Collection {
+    /// The rows of the step's prompts.
+    pub(super) fn prompts(&self) -> &[usize] {
+        if self.undrawn.is_empty() {
+            &self.all.rows
+        } else {
+            &self.undrawn
+        }
+    }
+
     /// The groups to train on, if there are any.
     pub(super) fn kept(&self) -> Result<Option<RolloutGroups>> {
         if self.kept.is_empty() {

@@ -97,7 +97,8 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions of a step are drawn.
+    /// The cache of keys and values and the logits, while completions of a step are drawn. With
+    /// [`Self::with_teacher_samples`], also while a teacher draws, which comes later.
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
     pub evaluation: usize,
@@ -154,8 +155,11 @@ impl MemoryPlan {
         let drawn_passes = update.passes(config.micro_batches()?);
         let drawn_passes = drawn_passes.map(|pass| pass.in_team(config.sequence_ranks));
         let mut passes = drawn_passes.to_vec();
-        if let Some(config) = &config.demonstrations {
-            let sizes = (config.micro_batch_tokens, config.batch_size);
+        if let Some(demonstrations) = &config.demonstrations {
+            let sizes = (
+                demonstrations.micro_batch_tokens,
+                demonstrations.most_rows(config),
+            );
             let [mut first, rest] = examples(sizes, demonstration_tokens);
             first.follows = true;
             passes.extend([first, rest]);
@@ -258,6 +262,42 @@ impl MemoryPlan {
             teacher: self.teacher + share,
             ..self
         }
+    }
+
+    /// Returns this plan with the samples of a teacher in this process, of the shape `model`, for
+    /// prompts of up to `prompt_tokens` tokens. Without [`TrainConfig::teacher_samples`], there are
+    /// none.
+    ///
+    /// # Errors
+    ///
+    /// If the settings are not valid.
+    pub fn with_teacher_samples(
+        self,
+        model: &DecoderConfig,
+        config: &TrainConfig,
+        prompt_tokens: usize,
+    ) -> Result<Self> {
+        let Some(samples) = config.teacher_samples() else {
+            return Ok(self);
+        };
+        let draws = Draws {
+            prompts: config.most_prompts_per_step(),
+            samples_per_prompt: samples.samples_per_prompt,
+            prompt_tokens,
+            sampling: &samples.sampling(&config.sampling),
+        };
+        draws.validate()?;
+        let dtype = DType::from(config.compute_dtype);
+        let packed = if draws.packs() {
+            model.packed_bytes(BaseWeights::Dense, dtype)?
+        } else {
+            0
+        };
+        Ok(Self {
+            sampling: self.sampling.max(draws.bytes(model, dtype)),
+            packed: self.packed.max(packed),
+            ..self
+        })
     }
 
     /// Returns this plan with the policy of the shape `model` as one more teacher, which reads
@@ -384,17 +424,22 @@ impl Draws<'_> {
         cache + begun.max(logits(drawn)) + products()
     }
 
-    /// The copies of weights that the CPU draws from. They are made once a batch is long enough.
+    /// Returns whether the batch is long enough for copies of weights to draw from.
+    fn packs(&self) -> bool {
+        let rounds = self.total().div_ceil(self.sampling.max_batch_size);
+        // The first token of each completion comes from the pass over its prompt.
+        let steps = rounds.saturating_mul(self.sampling.max_new_tokens.saturating_sub(1));
+        !cuda_is_enabled() && steps > STEPS_BEFORE_PACKING
+    }
+
+    /// The copies of weights that the CPU draws from.
     fn packed_bytes(
         &self,
         model: &DecoderConfig,
         config: &TrainConfig,
         adapters: usize,
     ) -> Result<usize> {
-        let rounds = self.total().div_ceil(self.sampling.max_batch_size);
-        // The first token of each completion comes from the pass over its prompt.
-        let steps = rounds.saturating_mul(self.sampling.max_new_tokens.saturating_sub(1));
-        if cuda_is_enabled() || steps <= STEPS_BEFORE_PACKING {
+        if !self.packs() {
             return Ok(0);
         }
         let dtype = DType::from(config.rollout_dtype());

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
+use candle_grpo_core::AdvantageEstimator;
 use candle_grpo_core::selection::{DifficultyPools, TaskScores};
 use candle_grpo_core::validate::check;
-use candle_grpo_core::{AdvantageEstimator, Invalid};
 use candle_grpo_loss::TokenLoss;
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_nn::{DecoderConfig, ModelConfig, Parameters};
@@ -14,7 +14,7 @@ use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
 use super::collector::{Collect, Collector};
-use super::demonstrations::Demonstrations;
+use super::demonstrations::{DemonstrationPart, DemonstrationSource};
 use super::models::Models;
 use super::needs::Needs;
 use super::teachers::{TeacherChoice, TeacherPart};
@@ -22,7 +22,7 @@ use super::{Ranks, Trainer, TrainerState};
 use crate::data::MixedOrder;
 use crate::data::curriculum::Curriculum;
 use crate::rollout::{LocalGenerator, Trajectories};
-use crate::{Generator, Progress, Prompt, RewardFunction, Sequence, TrainConfig};
+use crate::{Generator, Progress, Prompt, RewardFunction, TrainConfig};
 use candle_grpo_base::progress::NoProgress;
 use candle_grpo_base::within;
 
@@ -85,9 +85,8 @@ pub struct TrainerParts<C: ModelConfig = DecoderConfig> {
     /// [`Recipe::distillation_loss`](candle_grpo_loss::Recipe::distillation_loss). It must have
     /// the tokens of the policy.
     pub teacher: Option<TeacherPart>,
-    /// The rows of [`TrainConfig::demonstrations`], and the order of their visits, such as
-    /// [`MixedOrder::single`].
-    pub demonstrations: Option<(Vec<Sequence>, MixedOrder)>,
+    /// The source of [`TrainConfig::demonstrations`].
+    pub demonstrations: Option<DemonstrationPart<C>>,
     /// The receiver of progress, which can also cancel steps.
     pub progress: Arc<dyn Progress>,
     /// The ranks that share every step: prompts, scores, passes over the models and gradients. The
@@ -148,6 +147,14 @@ impl<C: ModelConfig> TrainerParts<C> {
             "none",
             "be given, as the settings have them",
         )?;
+        if let Some(DemonstrationPart::Teacher(_)) = &self.demonstrations {
+            check(
+                self.environments.is_none(),
+                "demonstrations",
+                "a teacher",
+                "be rows with environments, in which only the policy acts",
+            )?;
+        }
         let rollout = &self.config.rollout;
         let continuing = [
             ("rollout.partial", rollout.partial),
@@ -243,15 +250,10 @@ impl<C: ModelConfig> Trainer<C> {
             state.task_scores = Some(TaskScores::default());
             collector.curriculum = Some(Curriculum::new(pools, config.sampling.seed)?);
         }
-        let demonstrations = parts.demonstrations.map(|(examples, order)| {
-            let config = config.demonstrations.ok_or_else(|| {
-                let must = "be none, as the settings have no demonstrations";
-                Invalid::new("demonstrations", examples.len(), must)
-            })?;
-            Demonstrations::new(config, examples, order)
-        });
         let ranks = Ranks::new(parts.collective).in_teams(config.sequence_ranks)?;
         let collector = collector.with_ranks(ranks);
+        let demonstrations = parts.demonstrations;
+        let demonstrations = demonstrations.map(|part| DemonstrationSource::new(part, &collector));
         let source: Box<dyn Collect<C>> = match config.rollout.max_staleness {
             0 => Box::new(collector.clone()),
             _ => Box::new(Ahead::new(collector.clone(), draws_itself, parts.last_step)),

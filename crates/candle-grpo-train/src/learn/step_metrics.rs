@@ -31,7 +31,8 @@ pub struct StepMetrics {
     /// trains.
     #[serde(default)]
     pub skipped_mini_batches: usize,
-    /// Number of sampled groups, including dropped ones.
+    /// Number of sampled groups, including dropped ones. 0 if the step learns from the samples of
+    /// a teacher alone; the values below are then 0, too.
     pub sampled_groups: usize,
     /// Number of groups after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
     pub kept_groups: usize,
@@ -152,6 +153,15 @@ pub struct PhaseSeconds {
 }
 
 impl PhaseSeconds {
+    /// Adds those of completions that a step draws in addition to these, before it trains.
+    pub(super) fn add(&mut self, others: &Self) {
+        self.sample += others.sample;
+        self.score += others.score;
+        if let Some(wait) = &mut self.wait {
+            *wait += others.sample + others.score;
+        }
+    }
+
     /// The duration of the step.
     pub fn total(&self) -> f64 {
         self.train + self.wait.unwrap_or(self.sample + self.score)
@@ -168,6 +178,12 @@ impl StepMetrics {
     /// Computes the metrics that are known before training.
     pub(super) fn of_groups(step: usize, all: &RolloutGroups) -> Result<Self> {
         let (rollouts, rewards) = (&all.rollouts, &all.scores);
+        if rollouts.is_empty() {
+            return Ok(Self {
+                step,
+                ..Self::default()
+            });
+        }
         let n = rollouts.len() as f64;
         let RewardStatistics { mean, std } = RewardStatistics::of(rewards);
         let groups: Vec<Vec<f64>> = rewards.chunks(all.num_generations).map(present).collect();

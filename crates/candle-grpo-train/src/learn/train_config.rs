@@ -24,7 +24,8 @@ use super::actor::{divides_weights, division, ensure_dense, ensure_master_weight
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{
-    DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TokenWeight, TurnAdvantage,
+    DemonstrationConfig, LearningRateSchedule, ReferenceRefresh, TeacherSamplesConfig, TokenWeight,
+    TurnAdvantage,
 };
 use crate::data::rows::number;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
@@ -120,8 +121,8 @@ pub struct TrainConfig {
     /// average.
     pub role_baselines: Option<RoleBaselines>,
     /// Demonstrations that the policy learns from in addition to its rewards (CHORD,
-    /// <https://arxiv.org/abs/2508.11408>), with the options `batch_size`, `coef`, `uncertainty_weight` and
-    /// `micro_batch_tokens`. Absent: none.
+    /// <https://arxiv.org/abs/2508.11408>), with the options `batch_size`, `coef`, `uncertainty_weight`,
+    /// `micro_batch_tokens` and `teacher_samples`. Absent: none.
     pub demonstrations: Option<DemonstrationConfig>,
     /// Low-rank adapters that train in place of the parameters. The reference is then the policy
     /// without them. Absent: all parameters train.
@@ -794,7 +795,36 @@ impl TrainConfig {
 
     /// Returns whether ranks divide the weights of teachers, if there are several ranks.
     pub(super) fn divides_teachers(&self) -> bool {
-        self.sharding == Sharding::Full && self.recipe.distillation_loss.is_none()
+        self.sharding == Sharding::Full
+            && self.recipe.distillation_loss.is_none()
+            && self.teacher_samples().is_none()
+    }
+
+    /// Returns the settings of demonstrations that a teacher samples, if it does.
+    pub fn teacher_samples(&self) -> Option<&TeacherSamplesConfig> {
+        self.demonstrations.as_ref()?.teacher_samples.as_ref()
+    }
+
+    /// Returns the share of demonstrations in the policy's loss at step `step`.
+    pub(super) fn demonstration_share(&self, step: usize) -> f64 {
+        let demonstrations = self.demonstrations.as_ref();
+        demonstrations.map_or(0., |found| found.share(self, step))
+    }
+
+    /// Returns whether nothing in step `step` learns from completions of the policy, because the
+    /// samples of a teacher are the whole loss.
+    pub(super) fn learns_from_teacher_samples_alone(&self, step: usize) -> bool {
+        let samples = self.teacher_samples().is_some();
+        samples && self.critic.is_none() && self.demonstration_share(step) == 1.
+    }
+
+    /// Returns the most prompts for which a step draws completions.
+    pub(super) fn most_prompts_per_step(&self) -> usize {
+        let rounds = match self.recipe.group_filter {
+            Some(_) => self.max_sampling_batches,
+            None => 1,
+        };
+        self.prompts_per_step.saturating_mul(rounds)
     }
 
     /// Returns whether `step` is one of the warm-up of the critic.

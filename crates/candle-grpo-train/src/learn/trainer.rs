@@ -10,7 +10,7 @@ use candle_grpo_nn::{DecoderConfig, Held, ModelConfig, Parameters};
 use tokenizers::Tokenizer;
 
 use super::collector::{Collect, Collection, Collector};
-use super::demonstrations::Demonstrations;
+use super::demonstrations::{DemonstrationSource, Demonstrations};
 use super::distillation::Distillation;
 use super::models::Models;
 use super::needs::Needs;
@@ -18,6 +18,7 @@ use super::rollout_groups::{RolloutGroups, record};
 use super::rollout_log::StepRollouts;
 use super::staleness::staleness_metrics;
 use super::step::{Passes, StepBatch, advantages, signals, update};
+use super::teacher_samples::TeacherSamples;
 use super::teachers::TeacherChoice;
 use super::token_weights::TokenWeights;
 use super::{Ranks, RolloutLogConfig, RolloutRecord, TrainerState};
@@ -50,8 +51,8 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     pub(super) collector: Collector<C>,
     /// Collects the completions of steps with the collector.
     pub(super) source: Box<dyn Collect<C>>,
-    /// The examples of [`TrainConfig::demonstrations`].
-    pub(super) demonstrations: Option<Demonstrations>,
+    /// The source of [`TrainConfig::demonstrations`].
+    pub(super) demonstrations: Option<DemonstrationSource<C>>,
     /// The receiver of progress.
     pub(super) receiver: Arc<dyn Progress>,
     /// The progress of what runs within a step. One of several ranks cannot cancel alone.
@@ -84,6 +85,9 @@ impl<C: ModelConfig> Trainer<C> {
         self.progress = self.ranks().progress_of_step(&receiver);
         let progress = Arc::clone(&self.progress);
         self.collector.progress.set_receiver(progress);
+        if let Some(DemonstrationSource::Teacher(teacher)) = &self.demonstrations {
+            teacher.set_progress(Arc::clone(&self.progress));
+        }
         self.receiver = receiver;
     }
 
@@ -108,7 +112,8 @@ impl<C: ModelConfig> Trainer<C> {
     /// If all advantages are 0 and no other term has a signal, the loss has teachers alone and no
     /// completion has one, or the filters drop all completions, the step trains on the
     /// demonstrations alone. Without any the policy does not change, and the step counts as
-    /// skipped.
+    /// skipped. If the samples of a teacher are the whole loss, and there is no critic, no
+    /// completion of the policy is drawn.
     ///
     /// # Errors
     ///
@@ -145,7 +150,8 @@ impl<C: ModelConfig> Trainer<C> {
             self.teachers_answer = true;
         }
         self.collector.generator.release();
-        let held = self.hold_weights(self.collector.holds_weights())?;
+        let draws = !self.config.learns_from_teacher_samples_alone(state.steps);
+        let held = self.hold_weights(draws && self.collector.holds_weights())?;
         let weights = self.models.weights(self.version());
         let mut collection = self.source.collect(&weights, &self.state)?;
         drop(held);
@@ -157,9 +163,15 @@ impl<C: ModelConfig> Trainer<C> {
             record(scores, all)?;
         }
         let mut metrics = StepMetrics::of_groups(state.steps, all)?;
+        let samples = self.sample_teacher(&mut collection, state.steps)?;
+        let all = &collection.all;
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
-        let (batch, reason) = self.prepare(&collection, &mut state)?;
+        let (batch, reason) = if all.rows.is_empty() {
+            (None, None)
+        } else {
+            self.prepare(&collection, &mut state)?
+        };
         let mut means = vec![None; all.rollouts.len()];
         if let Some(batch) = &batch {
             let n = all.num_generations;
@@ -169,10 +181,19 @@ impl<C: ModelConfig> Trainer<C> {
             }
         }
         let batch = batch.filter(|_| reason.is_none());
-        let demonstrations = self.demonstrations.as_ref();
+        let demonstrations = match (&self.demonstrations, &samples) {
+            (Some(DemonstrationSource::Rows(rows)), _) => Some(rows),
+            (_, samples) => samples.as_ref().map(|samples| &samples.demonstrations),
+        };
         metrics.skip_reason = reason;
-        metrics.skipped = batch.is_none()
-            && demonstrations.is_none_or(|found| found.share(&self.config, state.steps) == 0.);
+        let teaches = |found: &Demonstrations| {
+            !found.is_empty() && found.share(&self.config, state.steps) > 0.
+        };
+        metrics.skipped = batch.is_none() && !demonstrations.is_some_and(teaches);
+        if metrics.skipped && metrics.skip_reason.is_none() {
+            let reason = "no sample of the teacher has min_reward".to_owned();
+            metrics.skip_reason = Some(reason);
+        }
         if !metrics.skipped {
             let passes = passes(&self.config, self.collector.ranks(), &*self.progress)?;
             let (config, batch) = (&self.config, batch.as_ref());
@@ -185,6 +206,9 @@ impl<C: ModelConfig> Trainer<C> {
                 passes,
             )?;
             metrics.add_updates(found);
+        }
+        if let Some(samples) = samples {
+            metrics.policy.extend(samples.metrics);
         }
         if self.config.rollout.trains_on_older_weights() {
             let version = self.version();
@@ -213,6 +237,24 @@ impl<C: ModelConfig> Trainer<C> {
             advantages: means,
         });
         Ok(metrics)
+    }
+
+    /// Lets the teacher sample the demonstrations of step `step` for its prompts, if it does and
+    /// they have a share in the loss.
+    fn sample_teacher(
+        &self,
+        collection: &mut Collection,
+        step: usize,
+    ) -> Result<Option<TeacherSamples>> {
+        let Some(DemonstrationSource::Teacher(teacher)) = &self.demonstrations else {
+            return Ok(None);
+        };
+        if self.config.demonstration_share(step) == 0. {
+            return Ok(None);
+        }
+        let samples = teacher.draw(step, collection.prompts().to_vec())?;
+        collection.seconds.add(&samples.seconds);
+        Ok(Some(samples))
     }
 
     /// Computes the batch of the groups to train on. If there is nothing to learn, returns the

@@ -7,7 +7,7 @@ use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, stay_on_cpu};
 use candle_grpo_train::Sequence;
 use candle_grpo_train::data::MixedOrder;
-use candle_grpo_train::learn::{DemonstrationConfig, MemoryPlan};
+use candle_grpo_train::learn::{DemonstrationConfig, DemonstrationPart, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftParts, SftSchedule, SftTrainer};
 use candle_grpo_train::{
     Actor, ComputeDType, CriticConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
@@ -33,6 +33,10 @@ fn order() -> MixedOrder {
     MixedOrder::single(7, 5).unwrap()
 }
 
+fn rows() -> DemonstrationPart {
+    DemonstrationPart::Rows(examples(), order())
+}
+
 pub(crate) fn demonstrations(share: f64) -> DemonstrationConfig {
     DemonstrationConfig {
         batch_size: 4,
@@ -54,7 +58,7 @@ fn config(demonstrations: DemonstrationConfig) -> TrainConfig {
 
 pub(crate) fn parts(reward: impl RewardFunction + 'static, config: TrainConfig) -> TrainerParts {
     TrainerParts {
-        demonstrations: config.demonstrations.map(|_| (examples(), order())),
+        demonstrations: config.demonstrations.map(|_| rows()),
         ..common::parts(reward, config)
     }
 }
@@ -201,7 +205,7 @@ fn the_norm_of_the_gradient_has_the_share_of_the_demonstrations(#[case] model: D
         let prompts = prompts(&["abc", "d", "ee"]);
         let parameters = parameters_of(&model, device());
         let mut trainer = trainer_of(TrainerParts {
-            demonstrations: Some((examples(), order())),
+            demonstrations: Some(rows()),
             ..TrainerParts::new(
                 model.clone(),
                 parameters,
@@ -336,7 +340,7 @@ fn all_that_trains_learns_from_demonstrations(
     let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
     let parameters = parameters_of(&model, device());
     let mut trainer = trainer_of(TrainerParts {
-        demonstrations: Some((examples(), order())),
+        demonstrations: Some(rows()),
         ..TrainerParts::new(model, parameters, tokenizer(), prompts, digest, config)
     });
     let metrics = run(&mut trainer, 40);
@@ -381,7 +385,7 @@ fn demonstrations_that_are_missing_or_too_many_are_errors() {
         "{error}"
     );
     let plain = Trainer::new(TrainerParts {
-        demonstrations: Some((examples(), order())),
+        demonstrations: Some(rows()),
         ..common::parts(digest, common::config())
     });
     let error = plain.err().unwrap().to_string();
@@ -391,7 +395,7 @@ fn demonstrations_that_are_missing_or_too_many_are_errors() {
     );
     let few = MixedOrder::single(3, 0).unwrap();
     let other = Trainer::new(TrainerParts {
-        demonstrations: Some((examples(), few)),
+        demonstrations: Some(DemonstrationPart::Rows(examples(), few)),
         ..common::parts(digest, config(demonstrations(0.5)))
     });
     let error = other.err().unwrap().to_string();

@@ -34,6 +34,7 @@ mod several_teachers;
 mod sft;
 #[cfg(feature = "statistics")]
 mod statistics;
+mod teacher_samples;
 mod teams;
 mod trainer;
 mod trajectories;

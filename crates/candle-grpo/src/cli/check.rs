@@ -119,7 +119,7 @@ pub(super) fn check(
     print_instructions(run.train.compute_dtype, &mut out)?;
     if let Some((prompts, memory, longest, model)) = checked {
         print_frequencies(&model, prompts.longest_row(&run), &mut out)?;
-        if let Some(rows) = prompts.other_rows() {
+        if let Some(rows) = prompts.other_rows(&run) {
             writeln!(out, "{rows}")?;
         }
         let length = run.train.sampling.max_new_tokens;

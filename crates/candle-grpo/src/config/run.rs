@@ -8,7 +8,7 @@ use candle_grpo_core::selection::GroupSummary;
 use candle_grpo_loss::{Support, Tail};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::environment::EnvironmentConfig;
-use candle_grpo_train::learn::SelfTeacherConfig;
+use candle_grpo_train::learn::{SelfTeacherConfig, TeacherSamplesConfig};
 use candle_grpo_train::run::{AlarmConfig, RolloutLogConfig, TrackerConfig};
 use candle_grpo_train::sft::{SftDataConfig, SftDataset};
 use candle_grpo_train::{
@@ -272,6 +272,7 @@ impl RunConfig {
         }
         within("rollout_log", self.rollout_log.validate())?;
         within("alarms", self.alarms.validate())?;
+        self.validate_demonstrations()?;
         if self.rewards.is_empty() && !self.environment_gives_rewards() && !self.teacher_suffices()
         {
             let message = "none, must be at least one, as a list: rewards: [{kind: numeric}]";
@@ -295,13 +296,15 @@ impl RunConfig {
         }
         self.validate_reward_weights()?;
         self.validate_teacher()?;
-        self.validate_demonstrations()?;
         self.validate_run_dir()
     }
 
     /// Rejects demonstrations without rows, rows without a share in the loss, and held-out rows,
     /// since nothing evaluates them.
     fn validate_demonstrations(&self) -> Result<(), Problem> {
+        if let Some(samples) = self.train.teacher_samples() {
+            return self.validate_teacher_samples(samples);
+        }
         let settings = "demonstrations";
         let data = match (&self.demonstration_data, &self.train.demonstrations) {
             (Some(data), Some(_)) => data,
@@ -311,7 +314,7 @@ impl RunConfig {
                 return Err(Problem::at(DEMONSTRATION_DATA, message));
             }
             (None, Some(_)) => {
-                let message = "given, but there are no rows: give demonstration_data.train";
+                let message = "given, but there are no rows: give demonstration_data.train, or demonstrations.teacher_samples";
                 return Err(Problem::at(settings, message));
             }
         };
@@ -327,27 +330,72 @@ impl RunConfig {
         within(DEMONSTRATION_DATA, data.validate())
     }
 
-    /// Rejects a term that needs a missing teacher, and a teacher without such a term.
-    fn validate_teacher(&self) -> Result<(), Problem> {
+    /// Rejects what the samples of a teacher cannot be combined with.
+    fn validate_teacher_samples(&self, samples: &TeacherSamplesConfig) -> Result<(), Problem> {
+        let wrong = |key: &str, message: &str| Err(Problem::at(key, message));
+        if self.demonstration_data.is_some() {
+            let message = "given, must be absent with demonstrations.teacher_samples, which take the place of rows";
+            return wrong(DEMONSTRATION_DATA, message);
+        }
+        let Some(teacher) = &self.teacher else {
+            let message = "given, but there is no teacher: give teacher.model or teacher.server";
+            return wrong(TEACHER_SAMPLES, message);
+        };
+        for (key, is_given, reason) in [
+            ("self", teacher.own.is_some(), "the policy samples already"),
+            (
+                "models",
+                !teacher.models.is_empty(),
+                "one teacher samples all",
+            ),
+        ] {
+            if is_given {
+                let message =
+                    format!("given, must be absent with demonstrations.teacher_samples: {reason}");
+                return wrong(&join(TEACHER, key), &message);
+            }
+        }
+        if self.environment.is_some() {
+            let message =
+                "given, must be absent with an environment, in which only the policy acts";
+            return wrong(TEACHER_SAMPLES, message);
+        }
+        if samples.min_reward.is_some() && self.num_reward_components() == 0 {
+            let message = "given, must be absent without rewards";
+            return wrong(&join(TEACHER_SAMPLES, "min_reward"), message);
+        }
+        let engine = teacher.server.as_ref().map(|server| server.engine);
+        let sampling = samples.sampling(&self.train.sampling);
+        within(
+            "sampling",
+            engine.unwrap_or_default().validate_sampling(&sampling),
+        )
+    }
+
+    /// Returns the term of the recipe for which a teacher scores completions, if there is one.
+    pub(crate) fn teacher_term(&self) -> Option<&'static str> {
         let recipe = &self.train.recipe;
         let of_tokens = recipe.teacher_log_probs_term();
-        let of_distributions = recipe.distillation_loss.map(|_| "distillation_loss");
-        let used = of_tokens.or(of_distributions);
-        let teacher = match (used, &self.teacher) {
+        of_tokens.or(recipe.distillation_loss.map(|_| "distillation_loss"))
+    }
+
+    /// Rejects a term that needs a missing teacher, and a teacher without a use.
+    fn validate_teacher(&self) -> Result<(), Problem> {
+        let teacher = match (self.teacher_term(), &self.teacher) {
             (Some(key), None) => {
                 return Err(Problem::at(
                     &format!("recipe.{key}"),
                     "given, but there is no teacher: give teacher.model, teacher.server or teacher.self",
                 ));
             }
-            (None, Some(_)) => {
+            (None, Some(_)) if self.train.teacher_samples().is_none() => {
                 return Err(Problem::at(
                     TEACHER,
-                    "given, but no term of the recipe learns from it: give recipe.policy_loss.distillation or recipe.distillation_loss",
+                    "given, but no term of the recipe learns from it: give recipe.policy_loss.distillation, recipe.distillation_loss or demonstrations.teacher_samples",
                 ));
             }
             (None, None) => return Ok(()),
-            (Some(_), Some(teacher)) => teacher,
+            (_, Some(teacher)) => teacher,
         };
         if teacher.by.is_none() && teacher.models.is_empty() {
             return self.validate_one_teacher(TEACHER, teacher);
@@ -411,7 +459,11 @@ impl RunConfig {
                 return Err(Problem::at(&at(key), message));
             }
         };
-        within(&at("server"), server.validate_teacher())?;
+        let valid = match self.teacher_term() {
+            Some(_) => server.validate_teacher(),
+            None => server.validate_sampling_teacher(),
+        };
+        within(&at("server"), valid)?;
         if let Some(loss) = &recipe.distillation_loss {
             let wrong = |key: &str, message: String| {
                 let path = format!("recipe.distillation_loss.{key}");
@@ -458,7 +510,8 @@ impl RunConfig {
         let tokens = recipe.advantage.pipeline().tokens.unwrap_or_default();
         let is_signal = recipe.distillation_loss.is_some()
             || recipe.policy_loss.distillation.is_some()
-            || tokens.distillation.is_some();
+            || tokens.distillation.is_some()
+            || self.train.teacher_samples().is_some();
         let mut teachers = self.teacher.iter().flat_map(TeacherConfig::each).peekable();
         let is_given = teachers.peek().is_some();
         let compares = |own: &SelfTeacherConfig| own.sibling.is_some() || own.feedback;
@@ -776,6 +829,11 @@ impl RunConfig {
         }
         self.check_stop_tokens("sampling", &self.train.sampling, model)?;
         self.check_length(MAX_NEW_TOKENS, &self.train.sampling, model, train)?;
+        if let Some(samples) = self.train.teacher_samples() {
+            let sampling = samples.sampling(&self.train.sampling);
+            let key = join(TEACHER_SAMPLES, "max_new_tokens");
+            self.check_length(&key, &sampling, model, train)?;
+        }
         self.check_evaluation(model, held_out)
     }
 
@@ -895,6 +953,7 @@ impl RunConfig {
 
 pub(super) const DATA: &str = "data";
 const DEMONSTRATION_DATA: &str = "demonstration_data";
+const TEACHER_SAMPLES: &str = "demonstrations.teacher_samples";
 const ENVIRONMENT: &str = "environment";
 pub(super) const REWARDS: &str = "rewards";
 const ROLLOUT: &str = "rollout";

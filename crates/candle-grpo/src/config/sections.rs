@@ -92,10 +92,10 @@ pub struct TeacherConfig {
     /// not train.
     pub model: Option<PathBuf>,
     /// Servers with the teacher, which has the tokens of the policy. The keys are those of
-    /// [rollout](#rollout): `engine` (`vllm` or `sglang`), `base_url`, `served_model_name`,
-    /// `api_key_env`, `request_timeout`, `server_timeout`, `max_retries` and `max_inflight`.
-    /// Servers name log-probs at temperature 1, so `sampling.temperature` must be 1 for terms of
-    /// the sampled tokens.
+    /// [rollout](#rollout): `engine` (`vllm` or `sglang`, and `openai` for samples alone),
+    /// `base_url`, `served_model_name`, `api_key_env`, `request_timeout`, `server_timeout`,
+    /// `max_retries` and `max_inflight`. Servers name log-probs at temperature 1, so
+    /// `sampling.temperature` must be 1 for terms of the sampled tokens.
     pub server: Option<RolloutConfig>,
     /// The policy itself, which reads more in its prompt, such as a solution, and scores the same
     /// completions.

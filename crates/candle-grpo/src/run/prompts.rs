@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::mem;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
@@ -9,13 +10,13 @@ use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::data::chat_columns::{self, TOOLS, VARIABLES};
 use candle_grpo_train::data::{MixedOrder, Question, Row};
 use candle_grpo_train::environment::EnvironmentConfig;
-use candle_grpo_train::learn::{MemoryPlan, SelfTeacherConfig};
+use candle_grpo_train::learn::{DemonstrationPart, MemoryPlan, SelfTeacherConfig};
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::run::RunInputs;
 use candle_grpo_train::sft::SftDataset;
 use candle_grpo_train::{
-    ChatTemplate, Dataset, Pretrained, Prompt, RewardFunction, TrainConfig, TrainerParts,
-    find_invalid,
+    ChatTemplate, Dataset, Generator, Pretrained, Prompt, RewardFunction, TrainConfig,
+    TrainerParts, find_invalid,
 };
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -106,10 +107,12 @@ impl RunPrompts {
             rows.max().map_or(0, |tokens| tokens.saturating_add(new))
         };
         let rows = self.demonstrations.as_ref().map(SftDataset::longest_row);
+        let sampled = self.longest_sample(&config.train);
         let read = self.self_teacher.as_ref();
         let read = read.map(|(_, tokens)| tokens + config.train.sampling.max_new_tokens);
         longest(&self.train, config.train.sampling.max_new_tokens)
             .max(read.unwrap_or(0))
+            .max(sampled)
             .max(longest(
                 &self.held_out,
                 config.evaluation.sampler.max_new_tokens,
@@ -117,8 +120,24 @@ impl RunPrompts {
             .max(rows.unwrap_or(0))
     }
 
+    /// Returns the token count of the longest prompt with the longest sample of a teacher; 0 if
+    /// none samples.
+    fn longest_sample(&self, train: &TrainConfig) -> usize {
+        train.teacher_samples().map_or(0, |samples| {
+            let new = samples.sampling(&train.sampling).max_new_tokens;
+            Prompt::longest(&self.train).saturating_add(new)
+        })
+    }
+
     /// Describes the rows that a run trains on beside its prompts, if there are any.
-    pub fn other_rows(&self) -> Option<String> {
+    pub fn other_rows(&self, config: &RunConfig) -> Option<String> {
+        if let Some(samples) = config.train.teacher_samples() {
+            let sampling = samples.sampling(&config.train.sampling);
+            return Some(format!(
+                "Demonstrations: the teacher samples {} for each prompt of a step, of at most {} tokens, at temperature {}.",
+                samples.samples_per_prompt, sampling.max_new_tokens, sampling.temperature,
+            ));
+        }
         let rows = &self.demonstrations.as_ref()?.train;
         Some(format!(
             "Demonstrations: {}, with {} tokens, {} of which train.",
@@ -143,12 +162,13 @@ impl RunPrompts {
         let longest_prompt = Prompt::longest(&self.train);
         let demonstrations = self.demonstrations.as_ref();
         let longest_row = demonstrations.map_or(0, |rows| rows.train.longest_kept());
+        let longest_row = longest_row.max(self.longest_sample(train));
         let lengths = (longest_prompt, longest_row);
         let plan = MemoryPlan::of_rank(model, train, lengths, world_size)?;
-        let teachers = self.teachers.iter();
-        let plan = teachers.fold(plan, |plan, teacher| {
-            plan.with_teacher(teacher, train, world_size)
-        });
+        let plan = self.teachers.iter().try_fold(plan, |plan, teacher| {
+            let plan = plan.with_teacher(teacher, train, world_size);
+            plan.with_teacher_samples(teacher, train, longest_prompt)
+        })?;
         match &self.self_teacher {
             Some((teacher, prompt)) => {
                 plan.with_self_teacher(model, train, (teacher, *prompt), world_size)
@@ -168,18 +188,21 @@ impl RunPrompts {
         })
     }
 
-    /// Returns the parts of a trainer that learns from these prompts, with the settings `train`. It
-    /// takes the parameters, which it may free.
+    /// Returns the parts of a trainer that learns from these prompts, with the settings `train`,
+    /// and from the samples of the `teacher` if there is one. It takes the parameters, which it
+    /// may free.
     pub(super) fn into_parts(
         self,
         config: &RunConfig,
         pretrained: &mut Pretrained,
         reward: impl RewardFunction + 'static,
         train: TrainConfig,
+        teacher: Option<Arc<dyn Generator>>,
     ) -> TrainerParts {
         let curriculum = config.data.curriculum.clone();
-        let demonstrations = self.demonstrations;
-        let demonstrations = demonstrations.map(|rows| (rows.train.examples, rows.order));
+        let rows = self.demonstrations;
+        let rows = rows.map(|rows| DemonstrationPart::Rows(rows.train.examples, rows.order));
+        let demonstrations = teacher.map(DemonstrationPart::Teacher).or(rows);
         TrainerParts {
             order: Some(self.order).filter(|_| curriculum.is_none()),
             curriculum,

@@ -160,17 +160,30 @@ impl Session {
         let environments = environment
             .map(|config| trajectories(config, &pretrained, &stop_token_ids))
             .transpose()?;
-        let teacher = load_teacher(&config, &prompts.train, longest, &pretrained, &collective)?;
+        let teacher = load_teacher(
+            &config,
+            &settings.sampling,
+            &prompts.train,
+            longest,
+            &pretrained,
+            &collective,
+        )?;
         let held_out = mem::take(&mut prompts.held_out);
         let mut trainer = Trainer::new(TrainerParts {
             collective,
             progress: Arc::clone(&progress),
             last_step: config.max_steps,
             parameters_sha256: inputs.parameters_sha256().map(str::to_owned),
-            teacher,
+            teacher: teacher.part,
             generator,
             environments,
-            ..prompts.into_parts(&config, &mut pretrained, reward, settings)
+            ..prompts.into_parts(
+                &config,
+                &mut pretrained,
+                reward,
+                settings,
+                teacher.generator,
+            )
         })?;
         let rows = trainer.prompts().iter();
         let identity = Identity {

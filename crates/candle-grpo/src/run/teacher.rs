@@ -8,10 +8,10 @@ use anyhow::{Context, Result};
 use candle_grpo_collective::Collective;
 use candle_grpo_nn::{BaseWeights, DecoderConfig};
 use candle_grpo_train::learn::{
-    Reference, SelfTeacherConfig, ShownTexts, Teacher, TeacherPart, teacher_name,
+    Reference, SelfTeacherConfig, ShownTexts, TeacherPart, teacher_name,
 };
-use candle_grpo_train::rollout::RolloutConfig;
-use candle_grpo_train::{Dataset, Pretrained, Prompt};
+use candle_grpo_train::rollout::{LocalGenerator, PolicyWeights, RolloutConfig};
+use candle_grpo_train::{Dataset, Generator, Pretrained, Prompt, SamplingConfig};
 
 use super::model::model_path;
 use crate::config::{RunConfig, TeacherConfig};
@@ -38,11 +38,18 @@ fn prompts_by_teacher<'a>(
     found
 }
 
-/// Returns the token count of the longest of `prompts` with the longest completion.
+/// Returns the token count of the longest of `prompts` with the longest completion that the teacher
+/// scores or samples.
 fn longest_sequence(config: &RunConfig, prompts: &[&Prompt]) -> usize {
     let lengths = prompts.iter().map(|prompt| prompt.tokens.len());
     let longest = lengths.max().unwrap_or(0);
-    longest.saturating_add(config.train.sampling.max_new_tokens)
+    let train = &config.train;
+    let scored = config.teacher_term().map(|_| &train.sampling);
+    let sampled = train.teacher_samples();
+    let sampled = sampled.map(|samples| samples.sampling(&train.sampling));
+    let lengths = scored.into_iter().chain(&sampled);
+    let new = lengths.map(|sampling| sampling.max_new_tokens).max();
+    longest.saturating_add(new.unwrap_or(0))
 }
 
 /// Checks that a run's teachers have the policy's tokens and enough positions for completions of
@@ -167,8 +174,17 @@ pub(super) fn self_teacher(
     Ok(Some((own.clone(), longest)))
 }
 
+/// A run's teachers, as they are loaded.
+#[derive(Default)]
+pub(super) struct LoadedTeacher {
+    /// The teachers that score completions, if a term of the recipe learns from them.
+    pub(super) part: Option<TeacherPart>,
+    /// The generator of the teacher's samples, if these are demonstrations.
+    pub(super) generator: Option<Arc<dyn Generator>>,
+}
+
 /// Loads a run's teachers, if it has any, for rows with up to `longest_row` tokens. `policy` is the
-/// model that trains on the ranks in `collective`.
+/// model that trains on the ranks in `collective`, and is sampled with `sampling`.
 ///
 /// # Errors
 ///
@@ -176,56 +192,67 @@ pub(super) fn self_teacher(
 /// variable is not set.
 pub(super) fn load_teacher(
     config: &RunConfig,
+    sampling: &SamplingConfig,
     prompts: &[Prompt],
     longest_row: usize,
     policy: &Pretrained,
     collective: &Arc<dyn Collective>,
-) -> Result<Option<TeacherPart>> {
+) -> Result<LoadedTeacher> {
     let Some(teacher) = &config.teacher else {
-        return Ok(None);
+        return Ok(LoadedTeacher::default());
     };
     let taught = prompts_by_teacher(config, prompts);
-    let load = |(key, name, teacher): (String, &str, &TeacherConfig)| {
+    let samples = config.train.teacher_samples();
+    let samples = samples.map(|samples| samples.sampling(sampling));
+    let uses = (config.teacher_term().is_some(), samples.as_ref());
+    let mut generator = None;
+    let mut parts = BTreeMap::new();
+    for (key, name, teacher) in teacher.each() {
         let wrong = |kind: &str, error: anyhow::Error| {
             config.error(&format!("{key}.{kind}"), &format!("{error:#}"))
         };
-        let part = match (&teacher.model, &teacher.server, &teacher.own) {
-            (_, _, Some(own)) => TeacherPart::Own {
-                config: own.clone(),
-                chat_template: policy.chat_template.clone(),
+        let loaded = match (&teacher.model, &teacher.server, &teacher.own) {
+            (_, _, Some(own)) => LoadedTeacher {
+                part: Some(TeacherPart::Own {
+                    config: own.clone(),
+                    chat_template: policy.chat_template.clone(),
+                }),
+                generator: None,
             },
             (_, Some(server), _) => {
                 let taught = taught.get(name).map(Vec::as_slice).unwrap_or_default();
-                let teacher = on_servers(server, longest_sequence(config, taught));
-                TeacherPart::Other(teacher.map_err(|error| wrong("server", error))?)
+                let lengths = (longest_sequence(config, taught), policy.model.vocab_size);
+                on_servers(server, uses, lengths).map_err(|error| wrong("server", error))?
             }
             (Some(model), ..) => {
-                let loaded = load_model(config, model, longest_row, policy, collective);
-                TeacherPart::other(loaded.map_err(|error| wrong("model", error))?)
+                let found = in_process(config, model, uses, longest_row, policy, collective);
+                found.map_err(|error| wrong("model", error))?
             }
-            (None, None, None) => return Ok(None),
+            (None, None, None) => LoadedTeacher::default(),
         };
-        Ok(Some((name.to_owned(), part)))
-    };
-    let parts = teacher.each().into_iter().map(load);
-    let mut parts: BTreeMap<String, TeacherPart> =
-        parts.filter_map(Result::transpose).collect::<Result<_>>()?;
-    Ok(match &teacher.by {
+        generator = generator.or(loaded.generator);
+        parts.extend(loaded.part.map(|part| (name.to_owned(), part)));
+    }
+    let part = match &teacher.by {
         None => parts.pop_first().map(|(_, part)| part),
         Some(column) => Some(TeacherPart::ByColumn {
             column: column.clone(),
             teachers: parts,
         }),
-    })
+    };
+    Ok(LoadedTeacher { part, generator })
 }
 
-fn load_model(
+/// Loads the model of a teacher, which reads completions if `scores` is true, and samples with
+/// `samples`.
+fn in_process(
     config: &RunConfig,
     model: &Path,
+    (scores, samples): (bool, Option<&SamplingConfig>),
     longest_row: usize,
     policy: &Pretrained,
     collective: &Arc<dyn Collective>,
-) -> Result<Reference> {
+) -> Result<LoadedTeacher> {
     let (path, dtype) = (model_path(model)?, config.train.compute_dtype);
     let device = policy.parameters.device();
     let division = config.train.teacher_division(collective);
@@ -234,19 +261,45 @@ fn load_model(
         None => Pretrained::load_frozen(&path, device, BaseWeights::Stored, dtype)?,
     };
     let shape = teacher.model.for_rows_of(longest_row);
-    Reference::shared(&shape, &teacher.parameters, dtype)
+    let reference = scores.then(|| Reference::shared(&shape, &teacher.parameters, dtype));
+    let weights = PolicyWeights {
+        version: 0,
+        model: &shape,
+        parameters: &teacher.parameters,
+        adapters: None,
+    };
+    let generator = samples.map(|_| LocalGenerator::in_dtype(&weights, dtype));
+    let generator = generator.transpose()?;
+    Ok(LoadedTeacher {
+        part: reference.transpose()?.map(TeacherPart::other),
+        generator: generator.map(|own| Arc::new(own.with_recorded_steps(true)) as _),
+    })
 }
 
+/// Returns the teacher on these servers, as [`in_process`] does. It reads up to `longest` tokens,
+/// and has a vocabulary of this size.
 #[cfg(feature = "engines")]
-fn on_servers(config: &RolloutConfig, longest: usize) -> Result<Arc<dyn Teacher>> {
-    use candle_grpo_train::rollout::engine::ServerTeacher;
+fn on_servers(
+    config: &RolloutConfig,
+    (scores, samples): (bool, Option<&SamplingConfig>),
+    (longest, vocab_size): (usize, usize),
+) -> Result<LoadedTeacher> {
+    use candle_grpo_train::rollout::engine::{ServerGenerator, ServerTeacher};
 
-    Ok(Arc::new(
-        ServerTeacher::new(config)?.with_longest_sequence(longest),
-    ))
+    let teacher = scores.then(|| ServerTeacher::new(config)).transpose()?;
+    let teacher = teacher.map(|teacher| teacher.with_longest_sequence(longest));
+    let generator = samples.map(|samples| ServerGenerator::of_teacher(config, samples, vocab_size));
+    Ok(LoadedTeacher {
+        part: teacher.map(TeacherPart::other),
+        generator: generator.transpose()?.map(|own| Arc::new(own) as _),
+    })
 }
 
 #[cfg(not(feature = "engines"))]
-fn on_servers(_: &RolloutConfig, _: usize) -> Result<Arc<dyn Teacher>> {
+fn on_servers(
+    _: &RolloutConfig,
+    _: (bool, Option<&SamplingConfig>),
+    _: (usize, usize),
+) -> Result<LoadedTeacher> {
     anyhow::bail!("given, must be absent: this program was built without the feature engines")
 }

@@ -17,7 +17,7 @@ fn with_rollout(rollout: &Value) -> String {
 }
 
 /// A server for a fixed policy that always answers "ab" and the stop token, as llama.cpp does.
-fn fixed_policy() -> HttpServer {
+pub(crate) fn fixed_policy() -> HttpServer {
     HttpServer::start(|request: &Request| {
         let answer = match request.path() {
             "/health" => json!({"status": "ok"}),

@@ -568,3 +568,210 @@ fn the_policy_approaches_a_teacher_on_a_server(#[case] recipe: &str) {
         entropy(39)
     );
 }
+
+/// [`CONFIG`] without rewards, whose only signal is what the teacher samples.
+fn of_samples() -> String {
+    let rewards = "rewards: [{kind: regex, pattern: a, weight: 0}]\n";
+    let recipe = format!("recipe: {OF_TOKENS}\n");
+    let samples = "demonstrations: {coef: {peak: 1}, teacher_samples: {samples_per_prompt: 2}}\n";
+    CONFIG.replace(rewards, "").replace(&recipe, samples)
+}
+
+#[test]
+fn the_policy_learns_from_samples_of_the_teacher_and_resumes_bit_identically() {
+    let config = of_samples();
+    let whole = folder(&config);
+    let resumed = folder(&config.replace("max_steps: 40", "max_steps: 20"));
+    for folder in [&whole, &resumed] {
+        write_long_model(&folder.path().join("fresh"), "abcde", 24, 4);
+        train_alone(folder.path(), "fresh", "teacher");
+    }
+    let printed = succeeds(whole.path(), &["check", "run.yaml"]);
+    for line in [
+        "Teacher: teacher.",
+        "Rewards: none, the teacher decides.",
+        "Demonstrations: the teacher samples 2 for each prompt of a step, of at most 6 tokens, at temperature 1.",
+        ", teacher 1 MiB,",
+    ] {
+        assert!(printed.contains(line), "{line} in {printed}");
+    }
+    succeeds(whole.path(), &["train", "run.yaml", "--quiet"]);
+    succeeds(resumed.path(), &["train", "run.yaml", "--quiet"]);
+    std::fs::write(resumed.path().join("run.yaml"), &config).unwrap();
+    let resume = ["train", "run.yaml", "--quiet", "--resume"];
+    succeeds(resumed.path(), &resume);
+    let metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics, lines(&resumed.path().join("run/metrics.jsonl")));
+    let mean = |name: &str, steps: std::ops::Range<usize>| {
+        let all = steps.map(|step| metrics[step][name].as_f64().unwrap());
+        all.sum::<f64>() / 5.
+    };
+    let loss = |steps| mean("demonstration_loss", steps);
+    let (first, last) = (loss(0..5), loss(35..40));
+    assert!(last < 0.7 * first, "{first} {last}");
+    for step in &metrics {
+        assert_eq!(
+            (&step["skipped"], &step["sampled_groups"]),
+            (&json!(false), &json!(0))
+        );
+        assert!(step["demonstration_length"].as_f64().unwrap() <= 6.);
+    }
+    assert!(succeeds(whole.path(), &["report", "run"]).contains("report"));
+}
+
+#[test]
+fn samples_of_a_teacher_are_refused_where_they_mean_nothing() {
+    let config = of_samples();
+    let folder = folder(&config);
+    let path = folder.path();
+    write_long_model(&path.join("teacher"), "abcde", 24, 4);
+    let samples = "teacher_samples: {samples_per_prompt: 2}";
+    for (from, to, words) in [
+        (
+            "teacher: {model: teacher}\n",
+            "",
+            "run.yaml:7: demonstrations.teacher_samples: given, but there is no teacher",
+        ),
+        (
+            "{model: teacher}",
+            "{self: {prompt: '{prompt}b'}}",
+            "run.yaml:3: teacher.self: given, must be absent with demonstrations.teacher_samples",
+        ),
+        (
+            "{model: teacher}",
+            "{by: source, models: {a: {model: teacher}}}",
+            "run.yaml:3: teacher.models: given, must be absent with demonstrations.teacher_samples",
+        ),
+        (
+            "{model: teacher}",
+            "{server: {engine: local}}",
+            "run.yaml:3: teacher.server.engine: local, must be vllm, sglang or openai",
+        ),
+        (
+            "prompts_per_step: 8",
+            "demonstration_data: {train: data.jsonl}\nprompts_per_step: 8",
+            "run.yaml:6: demonstration_data: given, must be absent with demonstrations.teacher_samples",
+        ),
+        (
+            "prompts_per_step: 8",
+            "environment: {kind: program, command: [game]}\nprompts_per_step: 8",
+            "run.yaml:9: demonstrations.teacher_samples: given, must be absent with an environment",
+        ),
+        (
+            samples,
+            "batch_size: 4, teacher_samples: {}",
+            "run.yaml:8: demonstrations.batch_size: 4, must be absent with teacher_samples",
+        ),
+        (
+            samples,
+            "teacher_samples: {min_reward: 1}",
+            "run.yaml:8: demonstrations.teacher_samples.min_reward: given, must be absent without rewards",
+        ),
+        (
+            samples,
+            "teacher_samples: {temperature: 0}",
+            "run.yaml:8: demonstrations.teacher_samples.temperature: 0.0, must be",
+        ),
+        (
+            samples,
+            "teacher_samples: {max_new_tokens: 30}",
+            "run.yaml:8: demonstrations.teacher_samples.max_new_tokens: 30, must be at most",
+        ),
+        (
+            samples,
+            "teacher_samples: {count: 2}",
+            "run.yaml:8: demonstrations.teacher_samples.count: unknown key",
+        ),
+        (
+            samples,
+            "batch_size: 4",
+            "run.yaml:8: demonstrations: given, but there are no rows: give demonstration_data.train, or demonstrations.teacher_samples",
+        ),
+        (
+            "{max_new_tokens: 6}",
+            "{max_new_tokens: 6, structured_outputs: {regex: a}}",
+            "sampling.structured_outputs: given, must be absent with engine local",
+        ),
+    ] {
+        std::fs::write(path.join("run.yaml"), config.replacen(from, to, 1)).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{words}: {}", said(&output));
+        assert!(said(&output).contains(words), "{words}: {}", said(&output));
+    }
+    // The teacher has 24 positions, and the policy fewer.
+    write_long_model(&path.join("short"), "abcde", 8, 4);
+    write_long_model(&path.join("model"), "abcde", 24, 3);
+    for (teacher, words) in [
+        ("teacher", None),
+        (
+            "short",
+            Some("teacher.model: has 8 positions, must have at least 9"),
+        ),
+    ] {
+        let text = config.replace("{model: teacher}", &format!("{{model: {teacher}}}"));
+        std::fs::write(path.join("run.yaml"), text).unwrap();
+        let output = grpo(path, &["check", "run.yaml"]);
+        let code = if words.is_some() { 3 } else { 0 };
+        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
+        assert!(
+            said(&output).contains(words.unwrap_or("")),
+            "{}",
+            said(&output)
+        );
+    }
+}
+
+/// A server that always answers "ab" and the stop token, as llama.cpp does.
+#[test]
+fn the_policy_learns_from_samples_of_a_server_that_only_samples() {
+    let server = super::engines::fixed_policy();
+    let url = server.url();
+    let config = of_samples().replace(
+        "{model: teacher}",
+        &format!("{{server: {{engine: openai, base_url: '{url}'}}}}"),
+    );
+    let folder = folder(&config);
+    succeeds(folder.path(), &["train", "run.yaml", "--quiet"]);
+    let metrics = lines(&folder.path().join("run/metrics.jsonl"));
+    let number = |step: usize, name: &str| metrics[step][name].as_f64().unwrap();
+    assert_eq!(number(0, "demonstration_length"), 3.);
+    let (first, last) = (
+        number(0, "demonstration_loss"),
+        number(39, "demonstration_loss"),
+    );
+    assert!(last < 0.2 * first, "{first} {last}");
+    assert!(number(39, "demonstration_token_accuracy") > 0.9);
+    // It names no log-probs of given tokens.
+    let scored = config.replace(
+        "demonstrations:",
+        &format!("recipe: {OF_TOKENS}\ndemonstrations:"),
+    );
+    std::fs::write(folder.path().join("run.yaml"), scored).unwrap();
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    let words = "teacher.server.engine: openai, must be vllm or sglang";
+    assert!(said(&output).contains(words), "{}", said(&output));
+}
+
+/// One teacher scores the completions of the policy, and samples its own.
+#[test]
+fn a_teacher_scores_and_samples_in_one_run() {
+    let config = CONFIG.replace("max_steps: 40", "max_steps: 2")
+        + "demonstrations: {coef: {peak: 0.3}, teacher_samples: {min_reward: 0.5}}\n";
+    let folder = folder(&config);
+    write_long_model(&folder.path().join("teacher"), "abcde", 24, 4);
+    let settings = succeeds(folder.path(), &["check", "run.yaml", "--all"]);
+    std::fs::write(folder.path().join("run.yaml"), settings).unwrap();
+    succeeds(folder.path(), &["train", "run.yaml", "--quiet"]);
+    for step in lines(&folder.path().join("run/metrics.jsonl")) {
+        for name in [
+            "distillation_gap_abs",
+            "demonstration_coef",
+            "demonstration_kept",
+            "demonstration_reward",
+        ] {
+            assert!(step[name].is_number(), "{name} in {step}");
+        }
+        assert_eq!(step["sampled_groups"], 8);
+    }
+}

@@ -15,7 +15,7 @@ use super::{Passes, StepBatch, single};
 use crate::learn::demonstrations::{Demonstrations, demonstration_metrics};
 use crate::learn::micro_batches::{Divided, MicroBatchSize};
 use crate::learn::models::Models;
-use crate::learn::{LikelihoodSums, StepStats, TrainerState, count_prompt_tokens, read_tokens};
+use crate::learn::{LikelihoodSums, TrainerState, count_prompt_tokens, read_tokens};
 use crate::random::{generator, uniform};
 use crate::sequence::Batch;
 use crate::{Actor, Critic, TrainConfig, TrainingBatch};
@@ -81,9 +81,12 @@ pub fn update<C: ModelConfig>(
             updater.learn(batch, factor, &mut values)?;
         }
         None => {
-            updater.begin(0, 1, 1);
-            let stats = updater.step_policy()?;
-            updater.record(stats);
+            let epochs = demonstrations.map_or(1, |found| found.epochs(config));
+            updater.begin(0, 1, epochs);
+            for _ in 0..epochs {
+                let rows = updater.demonstrations_of((0, 1))?;
+                updater.step_policy(rows)?;
+            }
         }
     }
     Ok(updater.finish(&values))
@@ -108,7 +111,8 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
     fn begin(&self, completions: usize, mini_batches: usize, epochs: usize) {
         let ranks = self.passes.ranks;
         let own = self.demonstrations.map_or(0, |found| {
-            ranks.share(found.config.batch_size).len() * mini_batches
+            let parts = (0..mini_batches).map(|number| found.count((number, mini_batches)));
+            parts.map(|rows| ranks.share(rows).len()).sum()
         });
         let units = (ranks.shares(true).share(completions).len() + own) * epochs;
         self.passes.receiver.begin(Phase::Learn, units);
@@ -134,7 +138,8 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         self.begin(sequences, mini_batches.len(), epochs);
         for _ in 0..epochs {
             for (number, mini_batch) in mini_batches.iter().enumerate() {
-                self.learn_mini_batch(number, mini_batch, values)?;
+                let place = (number, mini_batches.len());
+                self.learn_mini_batch(place, mini_batch, values)?;
             }
         }
         if let (Some(controller), Some(entropy)) =
@@ -147,11 +152,12 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
 
     fn learn_mini_batch(
         &mut self,
-        number: usize,
+        place: (usize, usize),
         mini_batch: &MiniBatch,
         values: &mut MetricValues,
     ) -> Result<()> {
-        let seed = self.config.sampling.seed ^ ((self.state.steps as u64) << 32) ^ number as u64;
+        let number = place.0 as u64;
+        let seed = self.config.sampling.seed ^ ((self.state.steps as u64) << 32) ^ number;
         let Some((mini_batch, totals)) = self.complete(mini_batch, seed)? else {
             self.found.skipped_mini_batches += 1;
             return Ok(());
@@ -170,10 +176,15 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         if self.config.only_critic_trains(self.state.steps) {
             return Ok(());
         }
+        let rows = self.demonstrations_of(place)?;
+        if rows.is_none() && self.share == 1. {
+            self.found.skipped_mini_batches += 1;
+            return Ok(());
+        }
         let read = read_tokens(mini_batch.tokens());
         let passes = self.passes_of_update();
-        // The demonstrations sum the gradients, if they have a share.
-        let reduces = self.demonstrations.is_none();
+        // The demonstrations sum the gradients, if there are any.
+        let reduces = rows.is_none();
         let Models {
             actor, teachers, ..
         } = &mut *self.models;
@@ -186,8 +197,7 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             actor.forward_backward_of(&part, &totals, read)
         };
         let own = passes.accumulate(actor, (&mini_batch, &divided), reduces, pass)?;
-        let stats = self.step_policy()?;
-        self.record(stats);
+        self.step_policy(rows)?;
         // After the reduction of the gradients, which is an operation of all ranks as well.
         for found in ranks.gather(own)?.concat() {
             values.merge(&found)?;
@@ -207,40 +217,44 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
         }
     }
 
-    /// Adds the share of the gradient of the next demonstrations to the rest of those of the
-    /// completions, and makes an optimizer step. With a share, the gradients are summed over all
+    /// The demonstrations in the update of mini-batch `number` of `count`, if it has any.
+    fn demonstrations_of(&self, place: (usize, usize)) -> Result<Option<Batch>> {
+        let visited = self.state.visited_demonstrations;
+        let batch = self.demonstrations.map(|found| found.batch(visited, place));
+        Ok(batch.transpose()?.flatten())
+    }
+
+    /// Adds the share of the gradient of demonstrations, the `rows`, to the rest of those of the
+    /// completions, and makes an optimizer step. With rows, the gradients are summed over all
     /// ranks here, and otherwise by the last micro-batch before.
-    fn step_policy(&mut self) -> Result<StepStats> {
-        let mut own = Vec::new();
+    fn step_policy(&mut self, rows: Option<Batch>) -> Result<()> {
         let ranks = self.passes.ranks;
-        if let Some(demonstrations) = self.demonstrations {
-            let rows = demonstrations.batch(self.state.visited_demonstrations)?;
+        let passes = self.passes_of_update();
+        let actor = &mut self.models.actor;
+        if self.share > 0. {
+            actor.scale_grad(1. - self.share)?;
+        }
+        let mut own = Vec::new();
+        let demonstrations = self.demonstrations.zip(rows.as_ref());
+        if let Some((demonstrations, rows)) = demonstrations {
             let passes = Passes {
                 size: MicroBatchSize::TokensOfRows(demonstrations.config.micro_batch_tokens),
-                ..self.passes_of_update()
+                ..passes
             };
-            let divided = passes.divide(&rows)?;
-            let actor = &mut self.models.actor;
-            actor.scale_grad(1. - self.share)?;
+            let divided = passes.divide(rows)?;
             let likelihood = demonstrations.likelihood();
-            own = passes.accumulate_likelihood(actor, (&rows, &divided), likelihood, self.share)?;
+            own = passes.accumulate_likelihood(actor, (rows, &divided), likelihood, self.share)?;
             self.state.visited_demonstrations += rows.sequences().len();
         }
-        let stats = self
-            .models
-            .actor
-            .clip_grad_and_step(self.config.max_grad_norm)?;
+        let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
         self.models.updated = true;
-        if self.demonstrations.is_some() {
+        if demonstrations.is_some() {
             self.demonstrated
                 .add(&LikelihoodSums::over_ranks(own, ranks)?);
         }
-        Ok(stats)
-    }
-
-    fn record(&mut self, stats: StepStats) {
         self.grad_norms.push(stats.grad_norm);
         self.found.learning_rate = Some(stats.learning_rate);
+        Ok(())
     }
 
     fn finish(mut self, values: &MetricValues) -> Updates {

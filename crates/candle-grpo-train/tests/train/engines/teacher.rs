@@ -4,19 +4,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use candle_core::Tensor;
+use candle_grpo_core::schedule::CoefSchedule;
 use candle_grpo_kernels::top_k;
 use candle_grpo_loss::{DistillationLoss, Recipe, Support};
 use candle_grpo_test_support::{Reply, WATCHDOG, stay_on_cpu};
-use candle_grpo_train::learn::{Reference, Teacher, TeacherDistributions, TeacherPart};
+use candle_grpo_train::learn::{
+    DemonstrationConfig, DemonstrationPart, Reference, Teacher, TeacherDistributions, TeacherPart,
+    TeacherSamplesConfig,
+};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rewards::Score;
 use candle_grpo_train::rollout::engine::{
-    Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server, ServerTeacher,
+    Call, DrawRequest, Drawn, EngineWeights, Failure, Protocol, ServedModel, Server,
+    ServerGenerator, ServerTeacher,
 };
-use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
+use candle_grpo_train::rollout::{Engine, LocalGenerator, RolloutConfig, WeightSync};
 use candle_grpo_train::{
-    ComputeDType, Interrupted, Progress, RewardFunction, Sample, TokenBatch, TrainConfig,
-    TrainerParts,
+    ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, TokenBatch,
+    TrainConfig, TrainerParts,
 };
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -614,4 +619,78 @@ fn a_protocol_without_scores_is_named() {
     let error = teacher.log_probs(&batch(), 1., &NoProgress).unwrap_err();
     let text = format!("{error:#}");
     assert!(text.contains("name no log-probs of given tokens"), "{text}");
+}
+
+/// The most likely tokens do not depend on an engine's random numbers.
+#[rstest]
+#[case(Engine::Vllm)]
+#[case(Engine::Sglang)]
+#[case(Engine::Openai)]
+fn the_samples_of_servers_are_those_of_a_model_in_this_process(#[case] engine: Engine) {
+    stay_on_cpu();
+    let setup = setup(engine, 2);
+    let demonstrations = DemonstrationConfig {
+        coef: CoefSchedule::constant(0.5),
+        teacher_samples: Some(TeacherSamplesConfig {
+            samples_per_prompt: 2,
+            temperature: Some(1e-4),
+            ..TeacherSamplesConfig::default()
+        }),
+        ..DemonstrationConfig::default()
+    };
+    let train = TrainConfig {
+        demonstrations: Some(demonstrations),
+        ..common::config()
+    };
+    let build = |generator: Arc<dyn Generator>| TrainerParts {
+        demonstrations: Some(DemonstrationPart::Teacher(generator)),
+        ..parts(digest, train.clone())
+    };
+    let on_servers = || {
+        let config = config(&setup);
+        let sampling = &train.sampling;
+        let generator = ServerGenerator::of_teacher(&config, sampling, model().vocab_size);
+        build(Arc::new(generator.unwrap()))
+    };
+    let local = LocalGenerator::new(&model(), &parameters()).unwrap();
+    let expected = common::run(&mut trainer_of(build(Arc::new(local))), 2);
+    let found = common::run(&mut trainer_of(on_servers()), 2);
+    assert_eq!(found, expected);
+    let asked = |setup: &Setup| {
+        let asked = setup.servers.iter();
+        asked
+            .map(|server| server.count(setup.draw_path()))
+            .sum::<usize>()
+    };
+    // Two for each of three prompts, in two steps.
+    assert_eq!(asked(&setup), 12);
+    // Rank 0 asks for the samples of all ranks.
+    common::assert_ranks_agree(&[2], on_servers, 1);
+    assert_eq!(asked(&setup), 12 + 2 * 6);
+}
+
+#[test]
+fn a_teacher_that_samples_has_no_settings_of_a_policy() {
+    let setup = setup(Engine::Openai, 1);
+    let of_teacher = |change: fn(&mut RolloutConfig)| {
+        let mut config = config(&setup);
+        change(&mut config);
+        let sampling = common::sampling();
+        let generator = ServerGenerator::of_teacher(&config, &sampling, model().vocab_size);
+        generator.err().map(|error| error.to_string())
+    };
+    assert_eq!(of_teacher(|_| ()), None);
+    for (change, expected) in [
+        (
+            (|config| *config = RolloutConfig::default()) as fn(&mut RolloutConfig),
+            "engine: local, must be vllm, sglang or openai",
+        ),
+        (
+            |config| config.weight_sync = WeightSync::None,
+            "weight_sync: given, must be absent for a teacher",
+        ),
+    ] {
+        let error = of_teacher(change).unwrap();
+        assert!(error.starts_with(expected), "{error}");
+    }
 }
