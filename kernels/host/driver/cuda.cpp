@@ -44,6 +44,7 @@ extern "C" {
 const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order, bool is_loop,
                              void (*body)(void*), void* argument);
 void* cuda_host_buffer(size_t bytes);
+void cuda_host_free(void* buffer, size_t bytes);
 extern thread_local const char* cuda_host_kernel;
 }
 
@@ -154,7 +155,7 @@ struct Allocation {
 };
 // A GPU is its own context and its own pool of memory.
 struct Device {
-    size_t used_bytes = 0;
+    size_t used_bytes = 0, peak_bytes = 0;
     uint64_t pool_threshold = 0;
     Stream default_stream;
 };
@@ -164,6 +165,8 @@ std::map<CUdeviceptr, Allocation> memory;
 std::deque<std::pair<void*, size_t>> freed;
 // Those of few pages, by their number.
 std::deque<void*> freed_of[few_pages + 1];
+// The bytes of page-locked host memory, by its address.
+std::map<const char*, size_t> pinned;
 Device devices[most_devices];
 std::vector<Stream*> streams;
 size_t stream_ids;
@@ -317,15 +320,21 @@ void protect(void* start, size_t bytes, int access) {
     abort();
 }
 
-CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
-    if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
+// Counts an allocation, and returns whether it fails.
+bool allocation_fails() {
     calls["allocation"]++;
     if (failing.before > 0) {
         failing.before--;
-    } else if (failing.failed < failing.count) {
-        failing.failed++;
-        return OUT_OF_MEMORY;
+        return false;
     }
+    if (failing.failed == failing.count) return false;
+    failing.failed++;
+    return true;
+}
+
+CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
+    if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
+    if (allocation_fails()) return OUT_OF_MEMORY;
     if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
     const size_t count = pages(rounded(bytes));
     void* start;
@@ -341,6 +350,7 @@ CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     *pointer = (CUdeviceptr)start;
     memory[*pointer] = {bytes, device};
     devices[device].used_bytes += bytes;
+    devices[device].peak_bytes = std::max(devices[device].peak_bytes, devices[device].used_bytes);
     return SUCCESS;
 }
 
@@ -376,6 +386,13 @@ void release(CUdeviceptr pointer) {
 Graph::~Graph() {
     for (int device = 0; device < device_count(); device++) for_streams(device, finish);
     for (CUdeviceptr pointer : allocations) release(pointer);
+}
+
+bool is_pinned(const void* address) {
+    const auto next = pinned.upper_bound((const char*)address);
+    if (next == pinned.begin()) return false;
+    const auto [start, bytes] = *std::prev(next);
+    return (const char*)address < start + bytes;
 }
 
 // Refuses a call that a stream cannot record.
@@ -458,6 +475,13 @@ uint64_t cuda_host_calls(const char* name) {
 // the last call.
 uint64_t cuda_host_fail_allocations(uint64_t before, uint64_t count) {
     return std::exchange(failing, {before, count, 0}).failed;
+}
+
+// Returns the most memory of the current GPU that was in use since the last call.
+uint64_t cuda_host_peak() {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    Device& device = devices[current_device()];
+    return std::exchange(device.peak_bytes, device.used_bytes);
 }
 
 CUresult cuInit(unsigned) { return SUCCESS; }
@@ -663,24 +687,45 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, void
         if (is_inside(to, bytes, "cuMemsetD8Async")) memset((void*)to, value, bytes);
     }});
 }
-// The host memory is pageable: the driver copies it before the call returns.
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+    CALL_IN_CONTEXT;
+    if (allocation_fails()) return OUT_OF_MEMORY;
+    *pointer = cuda_host_buffer(rounded(bytes));
+    memset(*pointer, 0xff, bytes);
+    pinned[(const char*)*pointer] = bytes;
+    return SUCCESS;
+}
+CUresult cuMemFreeHost(void* pointer) {
+    CALL;
+    const auto found = pinned.find((const char*)pointer);
+    if (found == pinned.end()) return refuse(INVALID_VALUE, "free of %p, which is no page-locked memory", pointer);
+    cuda_host_free(pointer, rounded(found->second));
+    pinned.erase(found);
+    return SUCCESS;
+}
+// The driver copies pageable host memory before the call returns, and page-locked memory when the stream comes to it.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
     // CUDA would record the address on the host.
     NOT_IN_RECORDING(stream);
+    if (is_pinned(from)) {
+        return add(stream_of(stream), {__func__, {{to, true}}, true, [=] {
+            if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, from, bytes);
+        }});
+    }
     auto copy = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
     return add(stream_of(stream), {__func__, {{to, true}}, true, [=] {
         if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, copy->data(), bytes);
     }});
 }
-// The host memory is pageable: the call waits.
+// The call waits unless the host memory is page-locked.
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
     NOT_IN_RECORDING(stream);
-    add(stream_of(stream), {__func__, {{from, false}}, true, [=] {
+    const CUresult result = add(stream_of(stream), {__func__, {{from, false}}, true, [=] {
         if (is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
     }});
-    return wait_for(stream_of(stream));
+    return is_pinned(to) ? result : wait_for(stream_of(stream));
 }
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;

@@ -82,6 +82,17 @@ pub fn with_failing_allocations<T>(
     Some((result, failed))
 }
 
+/// Returns the most bytes of the GPU that were in use since the last call. `None` without the
+/// emulation.
+#[allow(unsafe_code)]
+pub fn cuda_peak_bytes() -> Option<u64> {
+    let function = symbol(c"cuda_host_peak")?;
+    // SAFETY: the function of this name has this signature.
+    let function: unsafe extern "C" fn() -> u64 = unsafe { std::mem::transmute(function) };
+    // SAFETY: the function has no arguments.
+    Some(unsafe { function() })
+}
+
 /// Requests a count from the emulation.
 #[allow(unsafe_code)]
 fn count(name: &CStr) -> Option<u64> {
