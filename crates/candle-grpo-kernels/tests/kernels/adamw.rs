@@ -332,6 +332,115 @@ fn parts_are_rounded_as_the_whole() -> Result<()> {
     Ok(())
 }
 
+/// The lengths are below, at and beyond the number of elements that are copied together.
+#[rstest]
+#[case::f32(DType::F32, false, false)]
+#[case::bf16(DType::BF16, false, false)]
+#[case::master(DType::BF16, true, false)]
+#[case::master_and_blocks(DType::F16, true, true)]
+#[case::random(DType::BF16, false, true)]
+fn a_state_on_the_cpu_has_the_bits_of_a_step_on_the_cpu(
+    #[case] dtype: DType,
+    #[case] master: bool,
+    #[case] in_blocks: bool,
+    #[values(adamw, composed::adamw)] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
+) -> Result<()> {
+    let lengths = [1, 0, 300, 1 << 21, (2 << 21) + 4097, 70_001];
+    for device in devices() {
+        let held = |device: &Device| {
+            let held = lengths.iter().enumerate().map(|(at, &len)| {
+                let seed = 7 * at as u64;
+                if in_blocks {
+                    quantized(len, seed, dtype, master, &Device::Cpu)
+                } else {
+                    Held::new(len, seed, [dtype, DType::F32], master, &Device::Cpu)
+                }
+                .and_then(|held| {
+                    let parameter = held.parameter.to_device(device)?;
+                    Ok(Held {
+                        parameter: Var::from_tensor(&parameter)?,
+                        gradient: held.gradient.to_device(device)?,
+                        ..held
+                    })
+                })
+            });
+            held.collect::<Result<Vec<_>>>()
+        };
+        let (apart, on_cpu) = (held(device)?, held(&Device::Cpu)?);
+        let rounding = if in_blocks && !master {
+            Rounding::Stochastic { key: 3, first: 512 }
+        } else {
+            Rounding::Nearest
+        };
+        for step in 1..=2 {
+            let step = AdamWStep {
+                step,
+                gradient_factor: 0.5,
+                ..STEP
+            };
+            let make = |all: &[Held], twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| {
+                let tensors = all.iter().map(|held| AdamWTensors {
+                    rounding,
+                    ..held.tensors()
+                });
+                twin(&tensors.collect::<Vec<_>>(), &step)
+            };
+            make(&apart, twin)?;
+            make(&on_cpu, twin)?;
+        }
+        for (apart, on_cpu) in apart.iter().zip(&on_cpu) {
+            let bits = |held: &Held| -> Result<Vec<Vec<f64>>> {
+                let mut all = vec![numbers(&held.parameter)?];
+                all.extend(
+                    held.master
+                        .as_ref()
+                        .map(|master| numbers(master))
+                        .transpose()?,
+                );
+                for moment in [&held.average, &held.square] {
+                    all.push(numbers(moment)?);
+                }
+                Ok(all)
+            };
+            assert!(
+                bits(apart)? == bits(on_cpu)?,
+                "{:?}",
+                apart.parameter.dims()
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_state_on_another_device_is_an_error() -> Result<()> {
+    for device in devices() {
+        let held = Held::new(3, 1, [DType::F32; 2], false, device)?;
+        let on_cpu = held.average.to_device(&Device::Cpu)?;
+        let tensors = AdamWTensors {
+            average: &on_cpu,
+            ..held.tensors()
+        };
+        if !device.is_cpu() {
+            let error = message(adamw(&[tensors], &STEP));
+            let expected = "square: on Cuda { gpu_id: 0 }, must be on the device of average, Cpu";
+            assert!(error.contains(expected), "{error}");
+        }
+        let gradient = held.gradient.to_device(&Device::Cpu)?;
+        let tensors = AdamWTensors {
+            gradient: &gradient,
+            ..held.tensors()
+        };
+        if !device.is_cpu() {
+            let error = message(adamw(&[tensors], &STEP));
+            let expected =
+                "gradient: on Cpu, must be on the device of parameter, Cuda { gpu_id: 0 }";
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+    Ok(())
+}
+
 /// In bf16 the neighbor of 1 is 0.9961, so ten steps of 1e-3 are lost without a master.
 #[rstest]
 #[case::fused(adamw)]

@@ -8,8 +8,8 @@ use super::rounding::{Random, stochastic};
 use super::{AdamWStep, AdamWTensors, check_arguments};
 use crate::precision::arithmetic_dtype;
 
-/// [`adamw`](crate::adamw()) in plain Candle operations. Moments in blocks are converted on the
-/// CPU, and parameters are rounded at random there.
+/// [`adamw`](crate::adamw()) in plain Candle operations, on the device of the moments. Moments in
+/// blocks are converted on the CPU, and parameters are rounded at random there.
 pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
     parameters
@@ -24,10 +24,12 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     }
     let c = step.coefficients(tensors.weight_decay);
     let dtype = arithmetic_dtype(tensors.parameter.dtype());
-    let gradient = tensors.gradient.detach().to_dtype(dtype)?;
-    let gradient = (gradient * c.gradient_factor)?;
-    let weight = tensors.master.unwrap_or(tensors.parameter);
-    let p = weight.detach().to_dtype(dtype)?;
+    let moved = |numbers: &Tensor| {
+        let numbers = numbers.detach().to_device(tensors.average.device())?;
+        numbers.to_dtype(dtype)
+    };
+    let gradient = (moved(tensors.gradient)? * c.gradient_factor)?;
+    let p = moved(tensors.master.unwrap_or(tensors.parameter))?;
     let read = |moment: &Tensor, map: &CodeMap| {
         if tensors.is_quantized() {
             map.read_blocks(moment, p.shape())
@@ -75,6 +77,7 @@ fn rounded_at_random(p: &Tensor, random: Random) -> Result<Tensor> {
 
 /// Overwrites `tensor`.
 fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
+    let values = values.to_device(tensor.device())?;
     let tensor = tensor.detach().flatten_all()?;
     tensor.slice_set(&values.flatten_all()?, 0, 0)
 }

@@ -46,7 +46,7 @@ pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()>
 }
 
 /// A moment that a step updates.
-enum Moment<'a> {
+pub(super) enum Moment<'a> {
     Numbers(&'a mut [f32]),
     /// Blocks of codes, see [`moments`].
     Blocks(&'a mut [u8]),
@@ -65,7 +65,7 @@ impl<'a> Moment<'a> {
     }
 }
 
-fn with_moment(tensor: &Tensor, write: impl FnOnce(Moment) -> Result<()>) -> Result<()> {
+pub(super) fn with_moment(tensor: &Tensor, write: impl FnOnce(Moment) -> Result<()>) -> Result<()> {
     slice::write_storage(tensor, |storage, range| match storage {
         CpuStorage::U8(blocks) => write(Moment::Blocks(&mut blocks[range])),
         CpuStorage::F32(numbers) => write(Moment::Numbers(&mut numbers[range])),
@@ -73,7 +73,7 @@ fn with_moment(tensor: &Tensor, write: impl FnOnce(Moment) -> Result<()>) -> Res
     })
 }
 
-fn with_master(
+pub(super) fn with_master(
     tensor: Option<&Tensor>,
     write: impl FnOnce(Option<&mut [f32]>) -> Result<()>,
 ) -> Result<()> {
@@ -84,15 +84,15 @@ fn with_master(
 }
 
 /// Optimizer state to update for one parameter.
-struct State<'a> {
-    average: Moment<'a>,
-    square: Moment<'a>,
-    master: Option<&'a mut [f32]>,
-    random: Option<Random>,
+pub(super) struct State<'a> {
+    pub(super) average: Moment<'a>,
+    pub(super) square: Moment<'a>,
+    pub(super) master: Option<&'a mut [f32]>,
+    pub(super) random: Option<Random>,
 }
 
 impl State<'_> {
-    fn update<P: Element, G: Element>(
+    pub(super) fn update<P: Element, G: Element>(
         self,
         parameter: &mut [P],
         gradient: &[G],

@@ -4,6 +4,8 @@ pub(crate) mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod host;
 pub(crate) mod moments;
 pub(crate) mod rounding;
 
@@ -15,7 +17,8 @@ use crate::precision::arithmetic_dtype;
 use crate::{check, path};
 
 /// A parameter, its gradient and its optimizer state, all with the same shape and device. Only
-/// moments in blocks have another shape.
+/// moments in blocks have another shape. The state, which is the master and both moments, may be on
+/// the CPU beside a parameter and a gradient on another device: the step then runs on the CPU.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWTensors<'a> {
     /// The parameter, in any float dtype: a variable, or a contiguous part of one.
@@ -59,7 +62,10 @@ pub struct AdamWStep {
 
 /// Updates all parameters with AdamW (<https://arxiv.org/abs/1711.05101>), in place.
 ///
-/// This is one pass over memory, and one launch on CUDA. Step t with the gradient g is
+/// This is one pass over memory, and one launch on CUDA. If the state is on the CPU and the
+/// parameter on CUDA, the gradient is copied to the CPU and the parameter back, piece by piece
+/// while the CPU computes others: the bits are those of a step on the CPU. The device needs no
+/// memory for it, and the CPU about 32 MiB. Step t with the gradient g is
 ///
 /// ```text
 /// m = beta1 m + (1 - beta1) g
@@ -115,9 +121,13 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     cpu::step(&fused, step)?;
     #[cfg(feature = "cuda")]
     let rest = {
-        let (fused, rest): (Vec<_>, Vec<_>) = rest
+        let (fused, rest): (Vec<&AdamWTensors>, Vec<_>) = rest
             .into_iter()
             .partition(|tensors| path::is_fused(tensors.parameter));
+        let (on_host, fused): (Vec<_>, Vec<_>) = fused
+            .into_iter()
+            .partition(|tensors| tensors.average.device().is_cpu());
+        host::step(&on_host, step)?;
         cuda::step(&fused, step)?;
         rest
     };
@@ -341,7 +351,13 @@ impl AdamWTensors<'_> {
                     self.parameter.dims()
                 );
             }
-            check::same_device(&[("parameter", self.parameter), (name, tensor)])?;
+            let is_apart = name != "gradient" && self.average.device().is_cpu();
+            let beside = if is_apart {
+                ("average", self.average)
+            } else {
+                ("parameter", self.parameter)
+            };
+            check::same_device(&[beside, (name, tensor)])?;
         }
         Ok(())
     }
