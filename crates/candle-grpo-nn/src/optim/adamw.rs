@@ -45,6 +45,9 @@ pub struct AdamWConfig {
     /// The dtype of the weights that the steps add up in: `f32`, or `bf16` with stochastic
     /// rounding.
     pub master_weights: MasterWeights,
+    /// The memory with the state, and with the f32 weights beside bf16 or f16: that of the
+    /// `device`, or of the `host`, whose CPU then makes the steps.
+    pub memory: StateMemory,
 }
 
 impl AdamWConfig {
@@ -81,6 +84,7 @@ impl Default for AdamWConfig {
             decay: DecayRule::default(),
             state: StateForm::default(),
             master_weights: MasterWeights::default(),
+            memory: StateMemory::default(),
         }
     }
 }
@@ -90,13 +94,16 @@ impl AdamWConfig {
     /// `sharding` says. The variables are then in `dtype`. Each weight is freed once it is divided,
     /// unless a clone shares it.
     ///
+    /// On a GPU with [`StateMemory::Host`], f32 weights beside variables in bf16 or f16 are on the
+    /// CPU, also with one rank: all of them, if ranks do not divide them.
+    ///
     /// - [`Sharding::Resident`]: `dtype` is bf16 or f16, and beside the variables each rank keeps
     ///   its part of the f32 weights, which [`AdamW`] updates. Weights stay as they are for an f32
     ///   `dtype`, or with [`MasterWeights::Bf16`].
     /// - [`Sharding::Full`]: each rank keeps its part of the variables, too, which have values only
     ///   while a model [holds](crate::DividedModel) them.
     ///
-    /// With one rank, or if they are divided already, the weights stay as they are.
+    /// With one rank otherwise, or if they are divided already, the weights stay as they are.
     ///
     /// # Errors
     ///
@@ -113,7 +120,8 @@ impl AdamWConfig {
                 parameters.dtype()
             );
         }
-        match self.division(dtype, ranks) {
+        let division = self.division(dtype, ranks);
+        match division.filter(|division| division.divides_on(parameters.device())) {
             Some(division) if !parameters.is_divided() => parameters.divided(&division),
             _ => Ok(parameters),
         }
@@ -127,17 +135,23 @@ impl AdamWConfig {
         dtype: DType,
         (collective, sharding): (&Arc<dyn Collective>, Sharding),
     ) -> Option<WeightDivision> {
-        if collective.world_size() == 1 {
-            return None;
-        }
-        let has_masters = self.master_weights == MasterWeights::F32;
-        let shard = self.shard(collective);
-        match sharding {
-            Sharding::None | Sharding::Optimizer => None,
-            Sharding::Resident => (has_masters && dtype != DType::F32)
-                .then(|| WeightDivision::of_masters(dtype, shard)),
-            Sharding::Full => Some(WeightDivision::full(dtype, shard, has_masters)),
-        }
+        let has_masters = self.master_weights == MasterWeights::F32 && dtype != DType::F32;
+        let of_masters = |ranks| WeightDivision::of_masters(dtype, self.shard(ranks));
+        let division = match sharding {
+            Sharding::Full if collective.world_size() > 1 => {
+                let shard = self.shard(collective);
+                Some(WeightDivision::full(dtype, shard, has_masters))
+            }
+            Sharding::Resident if collective.world_size() > 1 => {
+                has_masters.then(|| of_masters(collective))
+            }
+            _ if self.memory == StateMemory::Host => {
+                let alone: Arc<dyn Collective> = Arc::new(Alone);
+                has_masters.then(|| of_masters(&alone))
+            }
+            _ => None,
+        };
+        division.map(|division| division.with_memory(self.memory))
     }
 
     /// The division of tensors between the ranks in `collective`, for an optimizer with these
@@ -173,6 +187,32 @@ pub enum MasterWeights {
     /// Choose it where f32 does not fit. The parameters must be bf16, see
     /// [`Parameters::to_dtype`].
     Bf16,
+}
+
+/// The memory for the state of [`AdamW`], and for the f32 weights of a model that computes in bf16
+/// or f16. The results do not depend on it, beyond rounding. A checkpoint of either continues with
+/// the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum StateMemory {
+    /// The device that computes.
+    #[default]
+    Device,
+    /// The main memory (ZeRO-Offload, <https://arxiv.org/abs/2101.06840>). For each step, gradients
+    /// are copied to the CPU, which updates the weights, and these are copied back. In bf16 and
+    /// f16, the output layer trains on the rounded weights. On the CPU nothing changes.
+    Host,
+}
+
+impl StateMemory {
+    /// The device with the state of a model on `device`.
+    pub(crate) fn beside(self, device: &Device) -> Device {
+        match self {
+            Self::Device => device.clone(),
+            Self::Host => Device::Cpu,
+        }
+    }
 }
 
 /// The key of the random numbers of a parameter: FNV-1a of its name
@@ -261,8 +301,9 @@ pub struct AdamW {
 struct Moments {
     /// Parameter shape.
     shape: Shape,
-    /// The dtype of the parameter: f32, f64 or bf16.
+    /// The dtype and the device of the parameter.
     dtype: DType,
+    device: Device,
     /// Moment shape, all parts included.
     whole: Shape,
     average: Var,
@@ -302,6 +343,10 @@ impl AdamW {
     ) -> Result<Self> {
         config.validate()?;
         let is_alone = collective.world_size() == 1 || sharding == Sharding::None;
+        let is_host = config.memory == StateMemory::Host;
+        if is_host && !is_alone && sharding == Sharding::Optimizer {
+            bail!("sharding: optimizer, must be none, resident or full with memory: host");
+        }
         let (shard, sharding) = match parameters.shard() {
             Some(shard) if !shard.unit().is_multiple_of(config.unit()) => bail!(
                 "state: {} with master_weights {}, must be the options that the weights were divided with",
@@ -334,11 +379,13 @@ impl AdamW {
                     (Some(shard), DType::U8) => moment_blocks(shard.kept(shape.elem_count())),
                     (Some(shard), _) => shard.kept(shape.elem_count()).into(),
                 };
-                let zeros = || Var::zeros(&kept, moment, variable.device());
+                let device = variable.device().clone();
+                let zeros = || Var::zeros(&kept, moment, &config.memory.beside(&device));
                 let (average, square) = (zeros()?, zeros()?);
                 let moments = Moments {
                     shape,
                     dtype,
+                    device,
                     whole,
                     average,
                     square,
@@ -471,23 +518,20 @@ impl AdamW {
         copies: &ComputeCopies,
     ) -> Result<()> {
         let inputs = self.moments.keys();
-        let inputs = inputs.map(|name| self.inputs(name, parameters, gradients));
+        let inputs = inputs.map(|name| self.inputs(name, parameters, gradients, copies));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let tensors: Vec<_> = self
             .moments
             .iter()
             .zip(&inputs)
-            .map(|((name, moments), (parameter, gradient, weight_decay))| {
-                let copy = copies.rounded(parameter);
-                AdamWTensors {
-                    parameter: copy.unwrap_or(parameter),
-                    master: copy.map(|_| parameter.as_tensor()),
-                    rounding: moments.rounding(name, false, 0),
-                    average: &moments.average,
-                    square: &moments.square,
-                    gradient,
-                    weight_decay: *weight_decay,
-                }
+            .map(|((name, moments), input)| AdamWTensors {
+                parameter: &input.parameter,
+                master: input.master.as_ref(),
+                rounding: moments.rounding(name, input.master.is_some(), 0),
+                average: &moments.average,
+                square: &moments.square,
+                gradient: &input.gradient,
+                weight_decay: input.weight_decay,
             })
             .collect();
         adamw(&tensors, step)?;
@@ -558,19 +602,28 @@ impl AdamW {
         }
     }
 
-    /// The variable, the gradient in the dtype of its arithmetic, and the weight decay of a
-    /// parameter.
-    fn inputs<'a>(
+    /// A whole parameter for a step, and what belongs to it except the moments.
+    fn inputs(
         &self,
         name: &str,
-        parameters: &'a Parameters,
+        parameters: &Parameters,
         gradients: &Gradients,
-    ) -> Result<(&'a Var, Tensor, f64)> {
-        let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
+        copies: &ComputeCopies,
+    ) -> Result<Inputs> {
+        let (Some(variable), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
             bail!("{name}: no variable or no gradient, must have both");
         };
-        let gradient = gradient.to_dtype(arithmetic_dtype(parameter.dtype()))?;
-        Ok((parameter, gradient, self.weight_decay(name, parameter)))
+        let (parameter, master) = match (copies.rounded(variable), parameters.master(name)) {
+            (Some(copy), _) => (copy, Some(variable.as_detached_tensor())),
+            (None, Some(master)) => (variable, Some(master.reshape(variable.shape())?)),
+            (None, None) => (variable, None),
+        };
+        Ok(Inputs {
+            parameter: parameter.as_detached_tensor(),
+            master: master.map(|master| master.detach()),
+            gradient: gradient.to_dtype(arithmetic_dtype(variable.dtype()))?,
+            weight_decay: self.weight_decay(name, variable),
+        })
     }
 
     /// Learning rate for the next step.
@@ -588,8 +641,8 @@ impl AdamW {
     ///
     /// # Errors
     ///
-    /// If an option is invalid, or [`AdamWConfig::state`] or [`AdamWConfig::master_weights`] is
-    /// another one.
+    /// If an option is invalid, or [`AdamWConfig::state`], [`AdamWConfig::master_weights`] or
+    /// [`AdamWConfig::memory`] is another one.
     pub fn set_config(&mut self, config: AdamWConfig) -> Result<()> {
         config.validate()?;
         if config.state != self.config.state {
@@ -604,6 +657,13 @@ impl AdamW {
                 "master_weights: {:?}, must stay {:?}",
                 config.master_weights,
                 self.config.master_weights
+            );
+        }
+        if config.memory != self.config.memory {
+            bail!(
+                "memory: {:?}, must stay {:?}",
+                config.memory,
+                self.config.memory
             );
         }
         self.config = config;
@@ -661,13 +721,15 @@ impl AdamW {
         let Some(shard) = &self.shard else {
             return Ok(moment.as_detached_tensor());
         };
-        let whole = Tensor::zeros(&moments.whole, moment.dtype(), moment.device())?;
+        // Ranks exchange tensors on the device that computes.
+        let moment = moment.to_device(&moments.device)?;
+        let whole = Tensor::zeros(&moments.whole, moment.dtype(), &moments.device)?;
         let elements = moments.shape.elem_count();
         let divided = match moment.dtype() {
             DType::U8 => whole.clone(),
             _ => whole.flatten_all()?,
         };
-        shard.gather(moment, &divided, elements)?;
+        shard.gather(&moment, &divided, elements)?;
         Ok(whole)
     }
 
@@ -825,8 +887,12 @@ impl AdamW {
             bail!("parameters: {name}, must be a parameter of this optimizer");
         }
         for (name, moments) in &self.moments {
-            let Moments { shape, dtype, .. } = moments;
-            let device = moments.average.device();
+            let Moments {
+                shape,
+                dtype,
+                device,
+                ..
+            } = moments;
             let Some(variable) = parameters.get(name) else {
                 bail!("parameters: no {name}, must have it");
             };
@@ -864,6 +930,16 @@ const STEP: &str = "step";
 /// The bytes of [`moment_blocks`] before the block in which `element` would be the first.
 fn bytes_before(element: usize) -> usize {
     moment_blocks(element).elem_count()
+}
+
+/// A parameter, and what belongs to it except the moments.
+struct Inputs {
+    parameter: Tensor,
+    /// The f32 weight of a rounded parameter.
+    master: Option<Tensor>,
+    /// In the dtype of the arithmetic.
+    gradient: Tensor,
+    weight_decay: f64,
 }
 
 /// This rank's part of a parameter and of what belongs to it, and the remainder.

@@ -58,12 +58,17 @@ impl<'a> Export<'a> {
         } else {
             parameters.dtype()
         };
-        Self {
+        let export = Self {
             parameters,
             change: None,
             dtype,
             has_output_copy: false,
             has_masters: false,
+        };
+        if parameters.has_whole_masters() {
+            export.with_masters()
+        } else {
+            export
         }
     }
 
@@ -151,15 +156,17 @@ impl<'a> Export<'a> {
     /// If there is no such tensor, the adapters belong to another model, or a value exceeds the F16
     /// range.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        converted(&self.unconverted(name)?, self.dtype)
-            .map_err(|error| Error::msg(format!("{name}: {error}")))
+        let tensor = self.unconverted(name)?.to_device(self.parameters.device());
+        converted(&tensor?, self.dtype).map_err(|error| Error::msg(format!("{name}: {error}")))
     }
 
     /// The tensor `name`, not necessarily in [`Self::dtype`].
     fn unconverted(&self, name: &str) -> Result<Tensor> {
         let weight = self.parameter(name)?;
         let name = self.source(name);
-        let is_gathered = self.has_masters || self.parameters.asks();
+        // The rounded copy of a weight that this process has in f32, too, is not rounded again.
+        let is_rounded = self.parameters.has_whole_masters() && weight.dtype() == self.dtype;
+        let is_gathered = (self.has_masters && !is_rounded) || self.parameters.asks();
         if !is_gathered {
             self.parameters.ensure_held(name)?;
         }

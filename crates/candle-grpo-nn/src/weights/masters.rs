@@ -1,4 +1,4 @@
-//! The weights that ranks divide.
+//! The weights that ranks divide, and f32 weights in host memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,10 +7,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
 
+use crate::optim::StateMemory;
 use crate::weights::divided_weights::DividedWeights;
 use crate::weights::shard::Shard;
 
-/// The division of weights between ranks, see
+/// The division of weights between ranks, or between a device and the host, see
 /// [`AdamWConfig::division`](crate::AdamWConfig::division).
 #[derive(Debug, Clone)]
 pub struct WeightDivision {
@@ -21,6 +22,8 @@ pub struct WeightDivision {
     has_masters: bool,
     /// True if the ranks divide the weights that they compute with.
     is_full: bool,
+    /// The memory for the f32 weights.
+    memory: StateMemory,
 }
 
 impl WeightDivision {
@@ -31,6 +34,7 @@ impl WeightDivision {
             shard,
             has_masters: true,
             is_full: false,
+            memory: StateMemory::Device,
         }
     }
 
@@ -41,7 +45,19 @@ impl WeightDivision {
             shard,
             has_masters: has_masters && dtype != DType::F32,
             is_full: true,
+            memory: StateMemory::Device,
         }
+    }
+
+    /// This division with the f32 weights in `memory`.
+    pub(crate) fn with_memory(self, memory: StateMemory) -> Self {
+        Self { memory, ..self }
+    }
+
+    /// Returns whether there is another rank or another memory for weights of a model on `device`.
+    pub(crate) fn divides_on(&self, device: &Device) -> bool {
+        let has_ranks = self.shard.collective.world_size() > 1;
+        has_ranks || !self.memory.beside(device).same_device(device)
     }
 
     /// The division of weights that do not train, in `dtype`, between the ranks in `collective`.
@@ -53,7 +69,7 @@ impl WeightDivision {
 }
 
 /// The weights of a model that ranks divide: f32 master weights, weights in the dtype of the
-/// computation, or both.
+/// computation, or both. One rank alone has f32 master weights in host memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Masters {
     division: WeightDivision,
@@ -76,6 +92,11 @@ impl Masters {
 
     pub(crate) fn shard(&self) -> &Shard {
         &self.division.shard
+    }
+
+    /// Returns whether several ranks divide the weights.
+    pub(crate) fn has_ranks(&self) -> bool {
+        self.shard().collective.world_size() > 1
     }
 
     /// The weights that the ranks compute with, if they divide these.
@@ -102,11 +123,9 @@ impl Masters {
             bail!("{name}: blocks of quantized numbers, must be dense to be divided");
         }
         let variable = Var::from_tensor(&weight.to_dtype(self.division.dtype)?)?;
-        self.keep(
-            name,
-            &variable,
-            self.shard().keep(weight, weight.elem_count())?,
-        )?;
+        let weight = weight.to_device(&self.division.memory.beside(weight.device()))?;
+        let own = self.shard().keep(&weight, weight.elem_count())?;
+        self.keep(name, &variable, &own)?;
         Ok(variable)
     }
 
@@ -120,18 +139,20 @@ impl Masters {
     ) -> Result<Var> {
         let own = self.shard().read(shape.elem_count(), read)?;
         let variable = Var::zeros(shape, self.division.dtype, device)?;
-        self.keep(name, &variable, own.to_device(device)?)?;
+        self.keep(name, &variable, &own)?;
         Ok(variable)
     }
 
     /// Keeps `own`, this rank's part of the weight that `variable` has in the dtype of the
     /// computation.
-    fn keep(&mut self, name: &str, variable: &Var, own: Tensor) -> Result<()> {
+    fn keep(&mut self, name: &str, variable: &Var, own: &Tensor) -> Result<()> {
+        let device = variable.device();
         if let Some(weights) = &self.weights {
-            let own = own.to_dtype(self.division.dtype)?;
+            let own = own.to_device(device)?.to_dtype(self.division.dtype)?;
             weights.insert(name, variable, Var::from_tensor(&own)?)?;
         }
         if self.division.has_masters {
+            let own = own.to_device(&self.division.memory.beside(device))?;
             self.kept.insert(name.to_owned(), Var::from_tensor(&own)?);
         }
         Ok(())
@@ -148,13 +169,17 @@ impl Masters {
         self.weights.as_ref()?.own(name)
     }
 
-    /// Gathers the weight of `variable`: the one in f32, if the ranks divide that. A weight that
-    /// they do not divide is the variable itself.
+    /// Gathers the weight of `variable`: the one in f32, if the ranks divide that, or there is one
+    /// in host memory, which stays there. A weight that they do not divide is the variable itself.
     pub(crate) fn gather(&self, name: &str, variable: &Var) -> Result<Tensor> {
         let Some(kept) = self.kept(name).cloned().or_else(|| self.own(name)) else {
             return Ok(variable.as_detached_tensor());
         };
+        if !self.has_ranks() {
+            return kept.as_detached_tensor().reshape(variable.shape());
+        }
         let elements = variable.elem_count();
+        let kept = kept.to_device(variable.device())?;
         let whole = Tensor::zeros(elements, kept.dtype(), kept.device())?;
         self.shard().gather(&kept, &whole, elements)?;
         whole.reshape(variable.shape())

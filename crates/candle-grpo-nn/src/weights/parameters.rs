@@ -49,6 +49,7 @@ impl Parameters {
     /// Creates parameters without variables, for weights that are [inserted](Self::insert) one
     /// after the other. Ranks divide them if a `division` is given.
     pub(crate) fn to_fill(division: Option<&WeightDivision>, device: &Device) -> Self {
+        let division = division.filter(|division| division.divides_on(device));
         Self {
             masters: division.map(Masters::new),
             ..Self::unchecked(BTreeMap::new(), device)
@@ -443,7 +444,8 @@ impl Parameters {
     }
 
     /// Returns whether ranks [divide](crate::AdamWConfig::divide) the weights: those in f32, those
-    /// that models compute with, or both.
+    /// that models compute with, or both. Also if those in f32 are [in host
+    /// memory](crate::optim::StateMemory::Host) beside those that models compute with.
     pub fn is_divided(&self) -> bool {
         self.masters.is_some()
     }
@@ -494,12 +496,19 @@ impl Parameters {
         Ok(())
     }
 
-    /// The division of the f32 weights between ranks, if they are divided.
+    /// The division of the weights between ranks, if they are divided.
     pub(crate) fn shard(&self) -> Option<&Shard> {
-        self.masters.as_ref().map(Masters::shard)
+        let masters = self.masters.as_ref().filter(|masters| masters.has_ranks());
+        masters.map(Masters::shard)
     }
 
-    /// This rank's part of the f32 weight of this name, if ranks divide it.
+    /// Returns whether this process has all f32 weights apart from the variables, in host memory.
+    pub(crate) fn has_whole_masters(&self) -> bool {
+        self.is_divided() && self.shard().is_none()
+    }
+
+    /// The f32 weight of this name, if it is apart from the variable: this rank's part, if ranks
+    /// divide it.
     pub(crate) fn master(&self, name: &str) -> Option<&Var> {
         self.masters.as_ref()?.kept(name)
     }
@@ -522,7 +531,7 @@ impl Parameters {
 
     /// Returns the weight of this name, in f32 if ranks [divide](crate::AdamWConfig::divide) it in
     /// f32. If they divide it, all ranks must call it together, unlike an
-    /// [export](Export::with_masters).
+    /// [export](Export::with_masters). An f32 weight in host memory stays there.
     ///
     /// # Errors
     ///
@@ -731,8 +740,12 @@ impl Parameters {
                 if variable.dtype() == DType::U8 {
                     bail!("{name}: blocks of quantized numbers, must be dense");
                 }
-                let value = variable.as_detached_tensor().to_dtype(dtype)?;
-                Ok((name.clone(), Var::from_tensor(&value)?))
+                let value = if self.has_whole_masters() && variable.dtype() != dtype {
+                    self.whole(name)?.to_device(&self.device)?
+                } else {
+                    variable.as_detached_tensor()
+                };
+                Ok((name.clone(), Var::from_tensor(&value.to_dtype(dtype)?)?))
             })
             .collect::<Result<BTreeMap<_, _>>>()?;
         Ok(Self::unchecked(variables, &self.device))
@@ -793,8 +806,8 @@ impl Parameters {
             }
             let value = values[name].read_elements(0..elements)?;
             copy_into(variable, &value.reshape(variable.shape())?)?;
-            if let (Some(kept), Some(shard)) = (self.master(name), shard) {
-                copy_into(kept, &shard.keep(&value, elements)?)?;
+            if let (Some(kept), Some(masters)) = (self.master(name), &self.masters) {
+                copy_into(kept, &masters.shard().keep(&value, elements)?)?;
             }
         }
         Ok(())

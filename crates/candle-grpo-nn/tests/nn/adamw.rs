@@ -1,11 +1,16 @@
 //! AdamW: values, weight decay, state and errors.
 
 use std::collections::HashMap;
+use std::fs;
+use std::ops::Range;
+use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor};
-use candle_grpo_nn::optim::{DecayRule, MasterWeights, Sharding, StateForm};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_collective::{Alone, Collective};
+use candle_grpo_nn::optim::{DecayRule, MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Gradients, Parameters,
+    AdamW, AdamWConfig, BaseWeights, ComputeCopies, Decoder, DecoderConfig, Export, Gradients,
+    Parameters,
 };
 use rstest::rstest;
 
@@ -147,6 +152,13 @@ fn new_options_are_those_of_the_next_step() -> Result<()> {
                 ..without_decay.clone()
             },
             "master_weights: Bf16, must stay F32",
+        ),
+        (
+            AdamWConfig {
+                memory: StateMemory::Host,
+                ..without_decay.clone()
+            },
+            "memory: Host, must stay Device",
         ),
     ] {
         assert_eq!(message(optimizer.set_config(other)), words);
@@ -723,6 +735,165 @@ fn divided_weights_stay_as_they_are() {
     .into_iter()
     .collect::<Result<()>>()
     .unwrap();
+}
+
+/// A model that trains with its optimizer in host memory, or on the CPU.
+struct Trained {
+    parameters: Parameters,
+    copies: ComputeCopies,
+    optimizer: AdamW,
+}
+
+impl Trained {
+    fn new(options: AdamWConfig, parameters: Parameters, dtype: DType) -> Result<Self> {
+        let alone: Arc<dyn Collective> = Arc::new(Alone);
+        let parameters = match options.master_weights {
+            MasterWeights::F32 => options.divide(parameters, dtype, (&alone, Sharding::None))?,
+            MasterWeights::Bf16 => parameters.to_dtype(DType::BF16)?,
+        };
+        let copies = match dtype {
+            DType::F32 => ComputeCopies::default(),
+            dtype => parameters.copied_var_builder(dtype)?.1,
+        };
+        Ok(Self {
+            optimizer: AdamW::new(options, &parameters)?,
+            copies,
+            parameters,
+        })
+    }
+
+    /// Makes steps with gradients at several magnitudes.
+    fn step(&mut self, steps: Range<u64>) -> Result<()> {
+        for seed in steps {
+            let mut gradients = Gradients::new();
+            for (name, variable) in self.parameters.iter() {
+                let (shape, seed) = (variable.shape(), seed + name.len() as u64);
+                let noise = noise_tensor(shape, seed, DType::F32, &Device::Cpu)? * 1e-3;
+                gradients.add(name, &noise?.to_device(variable.device())?)?;
+            }
+            let (parameters, copies) = (&self.parameters, &self.copies);
+            let optimizer = &mut self.optimizer;
+            optimizer.scaled_step(parameters, &gradients, 0.5, copies)?;
+        }
+        Ok(())
+    }
+
+    /// The files of a checkpoint, and the weights in `dtype`.
+    fn files(&self, dtype: DType) -> Result<[Vec<u8>; 3]> {
+        let folder = tempfile::tempdir()?;
+        let path = |name: &str| folder.path().join(name);
+        self.optimizer.save_state(&path("optimizer"))?;
+        self.parameters.save(&path("weights"))?;
+        let rounded = Export::new(&self.parameters).in_dtype(dtype);
+        rounded.save(&path("rounded"))?;
+        Ok([
+            fs::read(path("optimizer"))?,
+            fs::read(path("weights"))?,
+            fs::read(path("rounded"))?,
+        ])
+    }
+
+    /// Restores what [`Self::files`] returned.
+    fn load(&mut self, [state, weights, _]: &[Vec<u8>; 3]) -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("optimizer"), state)?;
+        fs::write(path("weights"), weights)?;
+        self.optimizer.load_state_from(&path("optimizer"))?;
+        self.parameters.set_values_from(&path("weights"), None)?;
+        self.copies.refresh()
+    }
+}
+
+/// In the dtype of the computation, and after a checkpoint of either.
+#[rstest]
+#[case::f32(DType::F32, MasterWeights::F32)]
+#[case::bf16(DType::BF16, MasterWeights::F32)]
+#[case::f16(DType::F16, MasterWeights::F32)]
+#[case::rounded(DType::BF16, MasterWeights::Bf16)]
+fn an_optimizer_in_host_memory_has_the_bits_of_the_cpu(
+    #[case] dtype: DType,
+    #[case] master_weights: MasterWeights,
+    #[values(StateForm::F32, StateForm::Blocks8)] state: StateForm,
+) -> Result<()> {
+    let plain = AdamWConfig {
+        master_weights,
+        state,
+        ..by_hand(DecayRule::Matrices)
+    };
+    let options = AdamWConfig {
+        memory: StateMemory::Host,
+        ..plain.clone()
+    };
+    let on_host = || Trained::new(options.clone(), lively(&wide())?, dtype);
+    let on_cpu = || {
+        Trained::new(
+            plain.clone(),
+            lively(&wide())?.copy_to(&Device::Cpu)?,
+            dtype,
+        )
+    };
+    let (mut host, mut cpu) = (on_host()?, on_cpu()?);
+    assert!(host.files(dtype)? == cpu.files(dtype)?);
+    host.step(0..2)?;
+    cpu.step(0..2)?;
+    let middle = cpu.files(dtype)?;
+    assert!(host.files(dtype)? == middle);
+    let on_gpu = host.parameters.iter().filter(|_| !device().is_cpu());
+    for (name, variable) in on_gpu {
+        let weight = cpu.parameters.get(name).unwrap();
+        let expected = weight
+            .to_dtype(dtype)?
+            .to_dtype(DType::F32)?
+            .flatten_all()?;
+        let found = variable.to_dtype(DType::F32)?.flatten_all()?;
+        assert_eq!(variable.dtype(), dtype, "{name}");
+        assert!(variable.device().same_device(device()), "{name}");
+        let exported = Export::new(&host.parameters).tensor(name)?;
+        assert_eq!(exported.dtype(), weight.dtype(), "{name}");
+        assert!(exported.device().same_device(device()), "{name}");
+        assert_eq!(
+            found.to_vec1::<f32>()?,
+            expected.to_vec1::<f32>()?,
+            "{name}"
+        );
+    }
+    for (name, moment) in host.optimizer.state()? {
+        assert!(moment.device().is_cpu(), "{name}");
+    }
+    let (mut host_again, mut cpu_again) = (on_host()?, on_cpu()?);
+    host_again.load(&middle)?;
+    cpu_again.load(&host.files(dtype)?)?;
+    for trained in [&mut host, &mut cpu, &mut host_again, &mut cpu_again] {
+        trained.step(2..4)?;
+    }
+    let last = cpu.files(dtype)?;
+    assert!(last != middle);
+    for trained in [&host, &host_again, &cpu_again] {
+        assert!(trained.files(dtype)? == last);
+    }
+    Ok(())
+}
+
+#[test]
+fn an_optimizer_in_host_memory_is_not_divided_alone() {
+    let errors = on_ranks(2, |collective| -> Result<_> {
+        let options = AdamWConfig {
+            memory: StateMemory::Host,
+            ..by_hand(DecayRule::All)
+        };
+        let sharding = Sharding::Optimizer;
+        Ok(message(AdamW::sharded(
+            options,
+            &ones()?,
+            &collective,
+            sharding,
+        )))
+    });
+    for error in errors {
+        let expected = "sharding: optimizer, must be none, resident or full with memory: host";
+        assert_eq!(error.unwrap(), expected);
+    }
 }
 
 /// The random numbers of an element do not depend on the rank that has it.
