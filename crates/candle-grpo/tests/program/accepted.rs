@@ -114,6 +114,8 @@ fn an_accepted_configuration_starts_to_train() {
         run.run_dir = folder.path().join(format!("run-{trained}-{refused}"));
         run.model.path = model.clone().into();
         run.model.chat_template = None;
+        // The job has one process.
+        run.train.sequence_ranks = 1;
         let pretrained = load_model(&run.model).unwrap();
         match step(run, pretrained) {
             None => refused += 1,
