@@ -16,7 +16,7 @@ use candle_grpo_loss::{
     linear_policy_loss_of_part, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
-use candle_grpo_nn::optim::{MasterWeights, Sharding};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
     DecoderConfig, DividedModel, Gradients, Held, LanguageModel, Lora, ModelConfig, Parameters,
@@ -132,7 +132,8 @@ impl<M: LanguageModel> Actor<M> {
     /// [`AdamW::sharded`]. With `adapters` these train: [`Self::with_adapters`].
     ///
     /// To divide the weights, too, call [`AdamWConfig::divide`] first, or [`Parameters::divided`]
-    /// for the frozen ones under adapters.
+    /// for the frozen ones under adapters. With [`StateMemory::Host`] it is called here, unless
+    /// they are divided already.
     ///
     /// # Errors
     ///
@@ -144,6 +145,7 @@ impl<M: LanguageModel> Actor<M> {
         config: ActorConfig,
         ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
+        ensure_memory(&config.optimizer, adapters.is_some(), ranks.1)?;
         match adapters {
             Some(adapters) => Self::with_trained(model, parameters, adapters, config, ranks),
             None => Self::with_weights(model, parameters, config, ranks),
@@ -160,6 +162,13 @@ impl<M: LanguageModel> Actor<M> {
         let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
             (MasterWeights::F32, _) | (_, DType::BF16) => parameters,
             (MasterWeights::Bf16, _) => parameters.to_dtype(DType::BF16)?,
+        };
+        let parameters = match config.optimizer.memory {
+            StateMemory::Host if model.decoder().is_some() => {
+                let dtype = config.compute_dtype.into();
+                config.optimizer.divide(parameters, dtype, ranks)?
+            }
+            _ => parameters,
         };
         let (vb, copies) = match model.decoder() {
             Some(decoder) => {
@@ -721,6 +730,26 @@ pub(crate) fn ensure_master_weights(
         Name(&compute_dtype)
     );
     Ok(check::check(valid, field, "bf16", &must)?)
+}
+
+/// Checks the settings of an optimizer in host memory.
+pub(crate) fn ensure_memory(
+    optimizer: &AdamWConfig,
+    has_adapters: bool,
+    sharding: Sharding,
+) -> Result<()> {
+    if optimizer.memory == StateMemory::Device {
+        return Ok(());
+    }
+    let refuse = |valid: bool, must: &str| check::check(valid, "optimizer.memory", "host", must);
+    refuse(
+        !has_adapters,
+        "be device with adapters, whose state is small",
+    )?;
+    Ok(refuse(
+        sharding != Sharding::Optimizer,
+        "be device with sharding: optimizer; resident and full divide what is in host memory, too",
+    )?)
 }
 
 /// Returns whether ranks divide the weights of a policy that train, if there is more than one.

@@ -9,7 +9,7 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
-use candle_grpo_nn::optim::{BUCKET_BYTES, MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{BUCKET_BYTES, MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -91,6 +91,9 @@ pub struct MemoryPlan {
     pub critic: usize,
     /// State of the optimizer of the policy.
     pub optimizer: usize,
+    /// State of optimizers, and f32 weights of the policy, in main memory beside a GPU
+    /// ([`StateMemory::Host`]). The other numbers are without them. 0 on the CPU.
+    pub host: usize,
     /// Gradients, while the policy trains.
     pub gradients: usize,
     /// Tensors of the longest backward pass.
@@ -188,8 +191,13 @@ impl MemoryPlan {
         let mut plan = learning.plan(model)?;
         if let Some(critic) = &config.critic {
             let bytes = critic_bytes(model, critic, &drawn_passes, learning.division)?;
-            plan.critic = bytes.0;
-            plan.training = plan.training.max(bytes.1);
+            plan.critic = bytes.weights;
+            if on_host(&critic.optimizer, learning.on_cuda) {
+                plan.host += bytes.state;
+            } else {
+                plan.critic += bytes.state;
+            }
+            plan.training = plan.training.max(bytes.training);
         }
         // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
         let copies = match config.own_rollout_dtype() {
@@ -700,13 +708,25 @@ impl Learning<'_> {
             self.adapters.is_some(),
             self.division.sharding,
         );
-        let weights = match self.optimizer.master_weights {
-            MasterWeights::F32 if divides_weights => {
-                self.division.of_weights(copies) + self.division.of_gradients(4 * count)
-            }
-            MasterWeights::F32 => copies + 4 * count,
-            // The policy computes in them.
-            MasterWeights::Bf16 => self.division.of_weights(2 * count),
+        // The f32 weights apart from those that the policy computes with.
+        let (masters, computed) = match self.optimizer.master_weights {
+            MasterWeights::F32 if copies > 0 => (4 * count, copies),
+            MasterWeights::F32 => (0, 4 * count),
+            MasterWeights::Bf16 => (0, 2 * count),
+        };
+        let (masters, computed) = if divides_weights {
+            let masters = self.division.of_gradients(masters);
+            (masters, self.division.of_weights(computed))
+        } else {
+            (masters, computed)
+        };
+        let state = self
+            .division
+            .state(state_bytes(&shapes, self.optimizer.state));
+        let (weights, optimizer, host) = if on_host(self.optimizer, self.on_cuda) {
+            (computed, 0, masters + state)
+        } else {
+            (computed + masters, state, 0)
         };
         let frozen = match self.adapters {
             None => 0,
@@ -747,7 +767,8 @@ impl Learning<'_> {
             loading,
             weights,
             frozen,
-            optimizer: (self.division).state(state_bytes(&shapes, self.optimizer.state)),
+            optimizer,
+            host,
             gradients: self.division.of_gradients(gradients),
             activations,
             training,
@@ -756,14 +777,26 @@ impl Learning<'_> {
     }
 }
 
-/// The bytes of a critic and of the state of its optimizer, and those of its gradients and tensors
-/// at their peak.
+/// Returns whether a model on a GPU has the state of its optimizer in main memory.
+fn on_host(optimizer: &AdamWConfig, on_cuda: bool) -> bool {
+    optimizer.memory == StateMemory::Host && on_cuda
+}
+
+/// The bytes of a critic.
+struct CriticBytes {
+    weights: usize,
+    /// State of its optimizer.
+    state: usize,
+    /// Gradients and tensors at their peak.
+    training: usize,
+}
+
 fn critic_bytes(
     policy: &DecoderConfig,
     critic: &CriticConfig,
     passes: &[Pass],
     division: Division,
-) -> Result<(usize, usize)> {
+) -> Result<CriticBytes> {
     // It has no output layer.
     let model = DecoderConfig {
         tie_word_embeddings: true,
@@ -783,9 +816,11 @@ fn critic_bytes(
         division,
     };
     let (_, training) = learner.bytes(&model, passes)?;
-    let kept =
-        division.of_weights(weights) + division.state(state_bytes(&shapes, critic.optimizer.state));
-    Ok((kept, training))
+    Ok(CriticBytes {
+        weights: division.of_weights(weights),
+        state: division.state(state_bytes(&shapes, critic.optimizer.state)),
+        training,
+    })
 }
 
 /// A model that trains.
@@ -1070,6 +1105,56 @@ mod tests {
         assert!(
             error.starts_with("world_size: 0, must be at least 1"),
             "{error}"
+        );
+        Ok(())
+    }
+
+    /// The weights on a GPU, and main memory, in bytes for each parameter.
+    #[rstest]
+    #[case::f32(ComputeDType::F32, MasterWeights::F32, [4, 8])]
+    #[case::bf16(ComputeDType::Bf16, MasterWeights::F32, [2, 12])]
+    #[case::rounded(ComputeDType::Bf16, MasterWeights::Bf16, [2, 8])]
+    fn an_optimizer_in_host_memory_is_beside_a_gpu(
+        #[case] compute_dtype: ComputeDType,
+        #[case] master_weights: MasterWeights,
+        #[case] expected: [usize; 2],
+    ) -> Result<()> {
+        let model = DecoderConfig {
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            ..DecoderConfig::default()
+        };
+        let plan = |memory, on_cuda| {
+            let optimizer = AdamWConfig {
+                master_weights,
+                memory,
+                ..AdamWConfig::default()
+            };
+            let learning = Learning {
+                adapters: None,
+                base_weights: BaseWeights::Dense,
+                compute_dtype,
+                activation_checkpointing: ActivationCheckpointing::default(),
+                optimizer: &optimizer,
+                passes: &[],
+                distillation: None,
+                on_cuda,
+                division: Division::new(Sharding::None, 1),
+            };
+            learning.plan(&model)
+        };
+        let shapes = model.parameter_shapes();
+        let all: usize = shapes.values().map(Shape::elem_count).sum();
+        let (gpu, device) = (
+            plan(StateMemory::Host, true)?,
+            plan(StateMemory::Device, true)?,
+        );
+        assert_eq!([gpu.weights, gpu.host], expected.map(|bytes| bytes * all));
+        assert_eq!((gpu.optimizer, device.host), (0, 0));
+        assert_eq!(device.peak() - gpu.peak(), gpu.host);
+        assert_eq!(
+            plan(StateMemory::Host, false)?,
+            plan(StateMemory::Device, false)?
         );
         Ok(())
     }

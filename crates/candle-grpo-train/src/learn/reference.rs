@@ -226,10 +226,11 @@ fn mix(parameters: &Parameters, policy: &Parameters, alpha: f64) -> Result<()> {
         parameters.len()
     );
     for (name, own) in parameters.iter() {
-        let Some(other) = policy.get(name) else {
+        if policy.get(name).is_none() {
             bail!("policy: lacks {name}, which the reference has");
-        };
-        let other = other.as_detached_tensor().to_dtype(own.dtype())?;
+        }
+        let other = policy.whole(name)?.to_device(own.device())?;
+        let other = other.to_dtype(own.dtype())?;
         if alpha == 1. {
             own.set(&other)?;
         } else {

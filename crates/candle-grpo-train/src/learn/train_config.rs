@@ -20,7 +20,9 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::actor::{divides_weights, division, ensure_dense, ensure_master_weights, stored_form};
+use super::actor::{
+    divides_weights, division, ensure_dense, ensure_master_weights, ensure_memory, stored_form,
+};
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
 use super::{
@@ -322,6 +324,7 @@ impl TrainConfig {
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
         self.validate_sharding()?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
@@ -637,6 +640,8 @@ impl TrainConfig {
                     "bf16",
                     "be f32, as the critic has no copy in bf16",
                 )?;
+                ensure_memory(&critic.optimizer, false, self.sharding)
+                    .map_err(|error| within("critic", error))?;
             }
             (None, false) => {}
         }

@@ -15,7 +15,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
-use crate::learn::actor::{division, ensure_dense, ensure_master_weights, stored_form};
+use crate::learn::actor::{
+    division, ensure_dense, ensure_master_weights, ensure_memory, stored_form,
+};
 use candle_grpo_base::within;
 
 /// Supervised training settings.
@@ -173,6 +175,7 @@ impl SftConfig {
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
         ensure_dense(self.sharding, self.base_weights)?;
         // The length of the run is checked with the rows.
         self.schedule

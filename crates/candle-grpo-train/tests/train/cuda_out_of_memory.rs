@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
 use candle_grpo_nn::DecoderConfig;
+use candle_grpo_nn::optim::StateMemory;
 use candle_grpo_test_support::{CudaCalls, device, is_long, with_failing_allocations};
 use candle_grpo_train::{Progress, Prompt, Rollout, Sampler, SamplingConfig, TrainConfig, Trainer};
+use rstest::rstest;
 
 use crate::common::{self, digest, model, parameters_of, prompts, sampling, without_seconds};
 
@@ -117,17 +119,20 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
 
 /// After the error, the step can be repeated, unless it had changed weights. Then the trainer
 /// refuses to go on.
-#[test]
-fn a_step_that_runs_out_of_memory_can_be_repeated_or_ends_the_run() -> Result<()> {
+#[rstest]
+fn a_step_that_runs_out_of_memory_can_be_repeated_or_ends_the_run(
+    #[values(StateMemory::Device, StateMemory::Host)] memory: StateMemory,
+) -> Result<()> {
     let Some(_) = allocations() else {
         return Ok(());
     };
     let trainer = || {
         let epochs = 2;
-        let config = TrainConfig {
+        let mut config = TrainConfig {
             epochs,
             ..common::config()
         };
+        config.optimizer.memory = memory;
         common::trainer(digest, config)
     };
     let bits = |trainer: &Trainer| -> Result<BTreeMap<String, Vec<f32>>> {

@@ -20,6 +20,7 @@ mod engines;
 mod environment;
 mod excluded;
 mod generator;
+mod host_memory;
 mod memory_fit;
 mod partial;
 mod pretrained;

@@ -1,5 +1,6 @@
 //! Steps that several ranks share.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,7 +16,7 @@ use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{
     Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, TeacherTerm, experimental,
 };
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, ReferenceRefresh, TeacherPart};
@@ -675,6 +676,39 @@ fn resident_shards_of_a_larger_model_have_the_bits_of_a_divided_optimizer(
             config,
         )
     });
+}
+
+/// Each rank has the state of its part, or of all weights.
+#[rstest]
+fn ranks_with_optimizers_in_host_memory_make_the_same_steps(
+    #[values(Sharding::None, Sharding::Resident, Sharding::Full)] sharding: Sharding,
+    #[values(ComputeDType::F32, ComputeDType::Bf16)] compute_dtype: ComputeDType,
+) {
+    stay_on_cpu();
+    let steps = |memory| {
+        let mut config = TrainConfig {
+            sharding,
+            compute_dtype,
+            ..config(Recipe::grpo())
+        };
+        config.optimizer.memory = memory;
+        let folder = tempfile::tempdir().unwrap();
+        let found = on_ranks(2, |collective| {
+            let mut trainer = trainer_of(TrainerParts {
+                collective,
+                ..parts(digest, config.clone())
+            });
+            let metrics = run(&mut trainer, 2).metrics;
+            save(&trainer, folder.path());
+            metrics
+        });
+        let files = ["model.safetensors", "optimizer.safetensors"];
+        let files = files.map(|name| fs::read(folder.path().join(name)).unwrap());
+        (found, files)
+    };
+    let (device, host) = (steps(StateMemory::Device), steps(StateMemory::Host));
+    assert_eq!(host.0, device.0);
+    assert!(host.1 == device.1, "the checkpoints differ");
 }
 
 #[rstest]

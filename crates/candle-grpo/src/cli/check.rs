@@ -529,6 +529,10 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
         .map(|(name, bytes)| format!("{name} {}", size(bytes)))
         .collect();
     writeln!(out, "  {}.", parts.join(", "))?;
+    if plan.host > 0 {
+        let host = size(plan.host);
+        writeln!(out, "  In main memory, the optimizer takes {host} more.")?;
+    }
     Ok(())
 }
 
