@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_core::validate::Name;
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -26,7 +26,8 @@ const ROUND: usize = 64;
 ///     num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
 ///     ..DecoderConfig::default() };
 /// let plan = |config: &TrainConfig| MemoryPlan::new(&model, config, 100, 0);
-/// let fit = MemoryFit { bytes: 1 << 30, model: &model, prompt_tokens: 100, plan: &plan };
+/// let fit =
+///     MemoryFit { bytes: 1 << 30, host_bytes: 0, model: &model, prompt_tokens: 100, plan: &plan };
 /// let tokens = fit.micro_batch_tokens(&TrainConfig::default())?;
 /// assert!(tokens.is_some_and(|tokens| tokens % 64 == 0));
 /// # Ok::<(), anyhow::Error>(())
@@ -34,6 +35,8 @@ const ROUND: usize = 64;
 pub struct MemoryFit<'a> {
     /// The largest peak of a plan.
     pub bytes: usize,
+    /// The largest [`MemoryPlan::host`] of a plan.
+    pub host_bytes: usize,
     /// The model that trains.
     pub model: &'a DecoderConfig,
     /// The number of tokens of the longest prompt.
@@ -103,6 +106,7 @@ impl MemoryFit<'_> {
                 halves.find_map(|size| with(&|config| config.sampling.max_batch_size = size))
             })
             .or_else(|| divisions(base).find(|divided| self.fits(divided)))
+            .or_else(|| with(&to_host))
             .or_else(|| CHANGES.iter().find_map(|change| with(change)))
     }
 
@@ -116,14 +120,11 @@ impl MemoryFit<'_> {
             changed = bounded;
         }
         for divided in divisions(&changed.clone()) {
-            // One rank divides nothing.
-            let is_smaller = self
-                .peak(&divided)
-                .is_some_and(|peak| Some(peak) < self.peak(&changed));
-            if is_smaller && !self.fits(&changed) {
-                changed = divided;
-            }
+            self.replace_larger(&mut changed, divided);
         }
+        let mut on_host = changed.clone();
+        to_host(&mut on_host);
+        self.replace_larger(&mut changed, on_host);
         for change in CHANGES {
             let mut next = changed.clone();
             change(&mut next);
@@ -135,9 +136,22 @@ impl MemoryFit<'_> {
         self.fits(&changed).then_some(changed)
     }
 
-    /// The peak of the plan. `None` if the settings are not valid.
+    /// Replaces settings that do not fit with others that take less. One rank divides nothing, and
+    /// on the CPU there is no other memory.
+    fn replace_larger(&self, changed: &mut TrainConfig, other: TrainConfig) {
+        let is_smaller = self
+            .peak(&other)
+            .is_some_and(|peak| Some(peak) < self.peak(changed));
+        if is_smaller && !self.fits(changed) {
+            *changed = other;
+        }
+    }
+
+    /// The peak of the plan. `None` if the settings are not valid, or the plan takes too much main
+    /// memory beside a GPU.
     fn peak(&self, config: &TrainConfig) -> Option<usize> {
-        (self.plan)(config).ok().map(|plan| plan.peak())
+        let plan = (self.plan)(config).ok()?;
+        (plan.host <= self.host_bytes).then(|| plan.peak())
     }
 
     fn fits(&self, config: &TrainConfig) -> bool {
@@ -173,6 +187,11 @@ fn divisions(config: &TrainConfig) -> impl Iterator<Item = TrainConfig> {
     })
 }
 
+/// Moves the optimizer to main memory, which takes time but does not change the update.
+fn to_host(config: &mut TrainConfig) {
+    config.optimizer.memory = StateMemory::Host;
+}
+
 /// Changes of the run itself, from the one that changes it least.
 const CHANGES: [fn(&mut TrainConfig); 5] = [
     |config| config.optimizer.state = StateForm::Blocks8,
@@ -180,6 +199,7 @@ const CHANGES: [fn(&mut TrainConfig); 5] = [
     |config| config.optimizer.master_weights = MasterWeights::Bf16,
     |config| {
         config.optimizer.master_weights = MasterWeights::F32;
+        config.optimizer.memory = StateMemory::Device;
         let all = || LoraConfig::all_linear(16, 32.);
         config.adapters.get_or_insert_with(all);
     },
@@ -196,7 +216,7 @@ fn differences(base: &TrainConfig, changed: &TrainConfig) -> Vec<String> {
 }
 
 /// The settings that a change may name, with their values.
-fn settings(config: &TrainConfig) -> [(&'static str, String); 11] {
+fn settings(config: &TrainConfig) -> [(&'static str, String); 12] {
     let (sampling, optimizer) = (&config.sampling, &config.optimizer);
     let tokens = config.micro_batch_tokens.as_ref();
     let adapters = config.adapters.as_ref();
@@ -222,6 +242,7 @@ fn settings(config: &TrainConfig) -> [(&'static str, String); 11] {
             sampling.max_batch_size.to_string(),
         ),
         ("sharding", Name(&config.sharding).to_string()),
+        ("optimizer.memory", Name(&optimizer.memory).to_string()),
         ("optimizer.state", Name(&optimizer.state).to_string()),
         ("compute_dtype", Name(&config.compute_dtype).to_string()),
         (

@@ -1,6 +1,6 @@
 //! Settings that fit into memory.
 
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm};
+use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{DecoderConfig, LoraConfig};
 use candle_grpo_train::learn::{Auto, MemoryFit, MemoryPlan, MicroBatchTokens};
 use candle_grpo_train::{ActivationCheckpointing, ComputeDType, SamplingConfig, TrainConfig};
@@ -61,6 +61,7 @@ fn peak(config: &TrainConfig, tokens: usize) -> usize {
 fn fit<T>(bytes: usize, found: impl FnOnce(&MemoryFit<'_>) -> T) -> T {
     found(&MemoryFit {
         bytes,
+        host_bytes: 0,
         model: &model(),
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -239,11 +240,61 @@ fn one_change_of_the_run_comes_before_several(
     change(&mut changed);
     let fit = MemoryFit {
         bytes: plan(&changed).unwrap().peak(),
+        host_bytes: 0,
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
     };
     assert_eq!(fit.smallest_change(&run).unwrap(), [expected]);
+}
+
+/// On a GPU with main memory for the state of the optimizer, or too little. The plan is that of a
+/// GPU on any device.
+#[rstest]
+fn an_optimizer_moves_to_host_memory_if_that_has_room(
+    #[values(false, true)] has_room: bool,
+    #[values(false, true)] is_one_change: bool,
+) {
+    let model = large();
+    let plan = |config: &TrainConfig| {
+        let mut plan = MemoryPlan::new(&model, config, PROMPT, 0)?;
+        if config.optimizer.memory == StateMemory::Host {
+            plan.host += std::mem::take(&mut plan.optimizer);
+        }
+        Ok(plan)
+    };
+    let small = TrainConfig {
+        activation_checkpointing: true.into(),
+        micro_batch_tokens: Some(320.into()),
+        ..config()
+    };
+    let run = TrainConfig {
+        prompts_per_step: 16,
+        mini_batch_size: None,
+        ..config()
+    };
+    let run = if is_one_change { small.clone() } else { run };
+    let mut on_host = TrainConfig {
+        prompts_per_step: run.prompts_per_step,
+        mini_batch_size: run.mini_batch_size,
+        ..small
+    };
+    let state = plan(&on_host).unwrap().optimizer;
+    on_host.optimizer.memory = StateMemory::Host;
+    let fit = MemoryFit {
+        bytes: plan(&on_host).unwrap().peak(),
+        host_bytes: if has_room { state } else { state - 1 },
+        model: &model,
+        prompt_tokens: PROMPT,
+        plan: &plan,
+    };
+    let change = fit.smallest_change(&run).unwrap();
+    let moves = change.contains(&"optimizer.memory: host".to_owned());
+    assert_eq!(moves, has_room, "{change:?}");
+    if has_room {
+        let others = if is_one_change { 0 } else { 2 };
+        assert_eq!(change.len(), 1 + others, "{change:?}");
+    }
 }
 
 /// A run of four ranks that divide `sharding` fits with one sequence in a pass, as `smallest`.
@@ -296,6 +347,7 @@ fn several_changes_name_what_ranks_divide_once(
     fits.optimizer.state = smallest.1;
     let fit = MemoryFit {
         bytes: plan(&fits).unwrap().peak(),
+        host_bytes: 0,
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -359,6 +411,7 @@ fn a_run_with_the_changes_is_valid_and_fits(#[case] world_size: usize, #[case] r
     for bytes in (1..40).map(|part| peak / 40 * part) {
         let fit = MemoryFit {
             bytes,
+            host_bytes: 0,
             model: &model,
             prompt_tokens: PROMPT,
             plan: &plan,

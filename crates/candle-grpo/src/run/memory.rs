@@ -33,6 +33,8 @@ pub struct RunMemory<'a> {
     process: ThisProcess,
     /// The memory of each rank, if it is known.
     budget: Option<MemoryBudget>,
+    /// The bytes of main memory that each rank may take beside a GPU.
+    host_bytes: usize,
 }
 
 impl<'a> RunMemory<'a> {
@@ -54,6 +56,7 @@ impl<'a> RunMemory<'a> {
             model,
             prompts,
             budget: MemoryBudget::of(run.max_memory_mib, process.ranks)?,
+            host_bytes: MemoryBudget::of_host(process.ranks).unwrap_or(0),
             process,
         })
     }
@@ -150,6 +153,7 @@ impl<'a> RunMemory<'a> {
     ) -> MemoryFit<'f> {
         MemoryFit {
             bytes: budget.bytes,
+            host_bytes: self.host_bytes,
             model: self.model,
             prompt_tokens: Prompt::longest(&self.prompts.train),
             plan,
@@ -317,15 +321,22 @@ impl MemoryBudget {
                 is_given: true,
             }));
         }
-        let free = if cuda_is_enabled() {
-            Some(cuda_memory(&device()?)?.free)
+        let bytes = if cuda_is_enabled() {
+            Some(cuda_memory(&device()?)?.free / 100 * USED_PERCENT)
         } else {
-            free_memory(Path::new("/")).map(|bytes| bytes / ranks)
+            Self::of_host(ranks)
         };
-        Ok(free.map(|free| Self {
-            bytes: free / 100 * USED_PERCENT,
+        Ok(bytes.map(|bytes| Self {
+            bytes,
             is_given: false,
         }))
+    }
+
+    /// Returns 95% of the free main memory, for one of `ranks` that share it. `None` if it is
+    /// unknown.
+    fn of_host(ranks: usize) -> Option<usize> {
+        let free = free_memory(Path::new("/"))?;
+        Some(free / ranks / 100 * USED_PERCENT)
     }
 }
 
