@@ -43,7 +43,7 @@ prompts_per_step: 4
 num_generations: 4
 sampling: {max_new_tokens: 5}
 recipe: {policy_loss: {kl: {coef: 0.01}, distillation: {coef: 0.1}}}
-optimizer: {learning_rate: 3e-3, epsilon: 1e-3}
+optimizer: {learning_rate: 3e-3, epsilon: 1e-3, memory: MEMORY}
 sharding: SHARDING
 evaluation: {every_steps: 2, samples_per_prompt: 2}
 checkpoint: {every_steps: 1}
@@ -60,11 +60,12 @@ fn inputs() -> tempfile::TempDir {
     folder
 }
 
-/// Writes [`CONFIG`] for the run directory `run`.
-fn write_config(folder: &Path, run: &str, steps: usize, sharding: &str) {
+/// Writes [`CONFIG`] for the run directory `run`, with the optimizer in `memory`.
+fn write_config(folder: &Path, run: &str, steps: usize, (sharding, memory): (&str, &str)) {
     let text = CONFIG
         .replace("FOLDER", folder.to_str().unwrap())
         .replace("SHARDING", sharding)
+        .replace("MEMORY", memory)
         .replace("STEPS", &steps.to_string())
         .replace("RUN", run);
     fs::write(folder.join(format!("{run}.yaml")), text).unwrap();
@@ -72,7 +73,7 @@ fn write_config(folder: &Path, run: &str, steps: usize, sharding: &str) {
 
 /// Trains on the CPU, as the program does in a build without CUDA.
 fn train_on_cpu(folder: &Path, steps: usize) -> Result<()> {
-    write_config(folder, "cpu", steps, "none");
+    write_config(folder, "cpu", steps, ("none", "device"));
     let config = RunConfig::read(&folder.join("cpu.yaml"))?;
     let pretrained = Pretrained::load(&config.model.path, &Device::Cpu)?;
     let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
@@ -132,8 +133,8 @@ fn a_run_on_a_gpu_resumes_and_is_that_of_the_cpu() -> Result<()> {
     let inputs = inputs();
     let folder = inputs.path();
     train_on_cpu(folder, 4)?;
-    for steps in [2, 4] {
-        write_config(folder, "gpu", steps, "none");
+    for (steps, memory) in [(2, "device"), (4, "host")] {
+        write_config(folder, "gpu", steps, ("none", memory));
         let (status, errors) = Running::start(lazy(folder, "gpu")).end();
         assert!(status.success(), "{errors}");
         assert_eq!(lines(&folder.join("gpu/metrics.jsonl")).len(), steps);
@@ -150,13 +151,13 @@ fn runs_of_two_gpus_resume_and_are_that_of_the_cpu() -> Result<()> {
     let inputs = inputs();
     let folder = inputs.path();
     train_on_cpu(folder, 3)?;
-    for (run, sharding, visible) in [
-        ("whole", "none", "1"),
-        ("sharded", "optimizer", "2"),
-        ("divided", "resident", "2"),
+    for (run, sharding, memory, visible) in [
+        ("whole", "none", "host", "1"),
+        ("sharded", "optimizer", "device", "2"),
+        ("divided", "resident", "host", "2"),
     ] {
-        for steps in [2, 3] {
-            write_config(folder, run, steps, sharding);
+        for (steps, memory) in [(2, memory), (3, "device")] {
+            write_config(folder, run, steps, (sharding, memory));
             // With one emulated GPU, each rank sees its own as its first.
             let rank = || {
                 let mut command = lazy(folder, run);
