@@ -346,7 +346,8 @@ impl Gradients {
     ///
     /// If the device does not have enough memory for one more gradient.
     pub fn scale(&mut self, factor: f64) -> Result<()> {
-        if self.reduction.as_ref().is_some_and(Reduction::frees) {
+        // It sums the gradients as they are now.
+        if self.reduction.is_some() {
             self.finish_reduction()?;
         }
         let kept = self.kept.values_mut().map(|(sum, _)| sum);

@@ -281,7 +281,8 @@ pub(super) fn demonstration_metrics(
         ("demonstration_loss", sums.mean_loss()),
         ("demonstration_token_accuracy", sums.token_accuracy()),
     ];
-    let of_rows = of_rows.into_iter().filter(move |_| share > 0.);
+    let has_learned = share > 0. && sums.tokens > 0.;
+    let of_rows = of_rows.into_iter().filter(move |_| has_learned);
     let metrics = [("demonstration_coef", share)].into_iter().chain(of_rows);
     metrics.map(|(name, value)| (name.to_owned(), value))
 }

@@ -328,7 +328,8 @@ fn a_step_without_a_sample_that_trains_learns_from_rewards_alone() {
     let metrics = trainer.step().unwrap();
     assert_eq!((metrics.skipped, metrics.updates), (true, 0));
     let reason = metrics.skip_reason.unwrap();
-    assert_eq!(reason, "no sample of the teacher has min_reward");
+    let expected = "no sample of the teacher reaches demonstrations.teacher_samples.min_reward";
+    assert_eq!(reason, expected);
     assert_eq!(weights(&trainer), start);
     assert_eq!(trainer.skipped_steps(), 1);
 }
@@ -384,6 +385,14 @@ fn with_rejection() -> TeacherSamplesConfig {
     }
 }
 
+/// No sample trains.
+fn unreachable() -> TeacherSamplesConfig {
+    TeacherSamplesConfig {
+        min_reward: Some(1e6),
+        ..TWO
+    }
+}
+
 #[rstest]
 #[case::with_rewards(config(0.4, TWO))]
 #[case::alone(config(1., TWO))]
@@ -422,6 +431,11 @@ fn a_resumed_run_is_bit_identical(#[case] config: TrainConfig) {
 #[case::with_rewards(config(0.4, TWO), digest)]
 #[case::alone(config(1., TWO), constant)]
 #[case::rejection(config(0.4, with_rejection()), digest)]
+#[case::without_samples(config(0.4, unreachable()), digest)]
+#[case::without_samples_and_divided(
+    TrainConfig { sharding: Sharding::Optimizer, ..config(0.4, unreachable()) },
+    digest
+)]
 #[case::ahead(ahead(0.4, TWO), digest)]
 #[case::ahead_alone(ahead(1., TWO), constant)]
 #[case::divided(TrainConfig { sharding: Sharding::Full, ..config(0.4, TWO) }, digest)]
