@@ -27,7 +27,7 @@ const ROUND: usize = 64;
 ///     ..DecoderConfig::default() };
 /// let plan = |config: &TrainConfig| MemoryPlan::new(&model, config, 100, 0);
 /// let fit =
-///     MemoryFit { bytes: 1 << 30, host_bytes: 0, model: &model, prompt_tokens: 100, plan: &plan };
+///     MemoryFit { bytes: 1 << 30, host_bytes: None, model: &model, prompt_tokens: 100, plan: &plan };
 /// let tokens = fit.micro_batch_tokens(&TrainConfig::default())?;
 /// assert!(tokens.is_some_and(|tokens| tokens % 64 == 0));
 /// # Ok::<(), anyhow::Error>(())
@@ -36,7 +36,7 @@ pub struct MemoryFit<'a> {
     /// The largest peak of a plan.
     pub bytes: usize,
     /// The largest [`MemoryPlan::host`] of a plan.
-    pub host_bytes: usize,
+    pub host_bytes: Option<usize>,
     /// The model that trains.
     pub model: &'a DecoderConfig,
     /// The number of tokens of the longest prompt.
@@ -151,7 +151,8 @@ impl MemoryFit<'_> {
     /// memory beside a GPU.
     fn peak(&self, config: &TrainConfig) -> Option<usize> {
         let plan = (self.plan)(config).ok()?;
-        (plan.host <= self.host_bytes).then(|| plan.peak())
+        let has_room = self.host_bytes.is_none_or(|free| plan.host <= free);
+        has_room.then(|| plan.peak())
     }
 
     fn fits(&self, config: &TrainConfig) -> bool {

@@ -61,7 +61,7 @@ fn peak(config: &TrainConfig, tokens: usize) -> usize {
 fn fit<T>(bytes: usize, found: impl FnOnce(&MemoryFit<'_>) -> T) -> T {
     found(&MemoryFit {
         bytes,
-        host_bytes: 0,
+        host_bytes: Some(0),
         model: &model(),
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -240,7 +240,7 @@ fn one_change_of_the_run_comes_before_several(
     change(&mut changed);
     let fit = MemoryFit {
         bytes: plan(&changed).unwrap().peak(),
-        host_bytes: 0,
+        host_bytes: Some(0),
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -283,7 +283,7 @@ fn an_optimizer_moves_to_host_memory_if_that_has_room(
     on_host.optimizer.memory = StateMemory::Host;
     let fit = MemoryFit {
         bytes: plan(&on_host).unwrap().peak(),
-        host_bytes: if has_room { state } else { state - 1 },
+        host_bytes: Some(if has_room { state } else { state - 1 }),
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -347,7 +347,7 @@ fn several_changes_name_what_ranks_divide_once(
     fits.optimizer.state = smallest.1;
     let fit = MemoryFit {
         bytes: plan(&fits).unwrap().peak(),
-        host_bytes: 0,
+        host_bytes: Some(0),
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
@@ -411,7 +411,7 @@ fn a_run_with_the_changes_is_valid_and_fits(#[case] world_size: usize, #[case] r
     for bytes in (1..40).map(|part| peak / 40 * part) {
         let fit = MemoryFit {
             bytes,
-            host_bytes: 0,
+            host_bytes: Some(0),
             model: &model,
             prompt_tokens: PROMPT,
             plan: &plan,

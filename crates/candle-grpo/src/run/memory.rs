@@ -34,7 +34,7 @@ pub struct RunMemory<'a> {
     /// The memory of each rank, if it is known.
     budget: Option<MemoryBudget>,
     /// The bytes of main memory that each rank may take beside a GPU.
-    host_bytes: usize,
+    host_bytes: Option<usize>,
 }
 
 impl<'a> RunMemory<'a> {
@@ -56,7 +56,7 @@ impl<'a> RunMemory<'a> {
             model,
             prompts,
             budget: MemoryBudget::of(run.max_memory_mib, process.ranks)?,
-            host_bytes: MemoryBudget::of_host(process.ranks).unwrap_or(0),
+            host_bytes: MemoryBudget::of_host(process.ranks),
             process,
         })
     }
@@ -131,19 +131,38 @@ impl<'a> RunMemory<'a> {
         if let Some(tokens) = fit.micro_batch_tokens(&self.run.train)? {
             return Ok(tokens);
         }
+        let changes = advice(fit.smallest_change(&self.run.train));
+        let mut smallest = self.run.train.clone();
+        smallest.micro_batch_tokens = Some(1.into());
+        if let Some(more) = self.more_than_host(&self.plan(&smallest)?) {
+            bail!("micro_batch_tokens: auto, but the optimizer takes {more}; {changes}")
+        }
         bail!(
-            "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {}",
-            advice(fit.smallest_change(&self.run.train))
+            "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {changes}"
         )
     }
 
     /// Returns the settings to change so that the run, which has this plan, fits into the device's
     /// memory: `None` if it fits, or if the free memory is unknown.
     pub fn advice(&self, plan: &MemoryPlan) -> Option<String> {
-        let budget = self.budget.filter(|budget| plan.peak() > budget.bytes)?;
+        let budget = self.budget?;
+        let more = match self.more_than_host(plan) {
+            Some(more) => more,
+            None if plan.peak() > budget.bytes => format!("more than {budget}"),
+            None => return None,
+        };
         let plan = |train: &TrainConfig| self.plan(train);
         let changes = self.fit(budget, &plan).smallest_change(&self.run.train);
-        Some(format!("more than {budget}; {}", advice(changes)))
+        Some(format!("{more}; {}", advice(changes)))
+    }
+
+    /// Says that a plan takes too much main memory beside a GPU, if it does.
+    fn more_than_host(&self, plan: &MemoryPlan) -> Option<String> {
+        let free = self.host_bytes.filter(|&free| plan.host > free)?;
+        let (host, free) = (plan.host >> 20, free >> 20);
+        Some(format!(
+            "{host} MiB of main memory (optimizer.memory: host), more than {free} MiB ({USED_PERCENT}% of the free memory)"
+        ))
     }
 
     fn fit<'f>(
@@ -185,6 +204,10 @@ pub fn sft_memory_plans(
             sharding,
             ..run.sft.clone()
         };
+        // Some settings exclude what ranks can divide.
+        if sft.validate().is_err() {
+            return Ok(None);
+        }
         plan(&sft).map(Some)
     })?;
     // The run does not need to know the free memory.

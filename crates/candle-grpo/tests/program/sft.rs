@@ -231,6 +231,16 @@ fn check_shows_the_rows_and_what_trains() {
         ranks.contains("On each rank, by sharding: none "),
         "{ranks}"
     );
+    // Without the settings that exclude each other.
+    let keys = "optimizer: {memory: host}\nsft: {sharding: resident}\n";
+    let host = config.replace("sft:\n", keys);
+    fs::write(path.join("host.yaml"), host).unwrap();
+    let ranks = succeeds(path, &["check", "host.yaml", "--ranks", "2"]);
+    let line = ranks.lines().find(|line| line.contains("by sharding: "));
+    let line = line.unwrap_or_default();
+    let has = |words: &str| line.contains(words);
+    assert!(has("none ") && has(", resident "), "{ranks}");
+    assert!(!has("optimizer"), "{ranks}");
     // A warning with the count.
     let output = grpo(path, &["check", "sft.yaml"]);
     assert!(
