@@ -294,6 +294,7 @@ pub struct AdamW {
     shard: Option<Shard>,
     /// The tensors that the ranks divide.
     sharding: Sharding,
+    is_torn: bool,
 }
 
 /// Running means of a parameter's gradients and squared gradients.
@@ -397,6 +398,7 @@ impl AdamW {
             config,
             moments,
             steps: 0,
+            is_torn: false,
             shard,
             sharding,
         })
@@ -498,15 +500,23 @@ impl AdamW {
             step: self.steps + 1,
             gradient_factor,
         };
-        match &self.shard {
-            None => self.step_of_all(parameters, gradients, &step, copies)?,
-            Some(shard) => {
-                self.step_of_part(shard, parameters, gradients, &step)?;
-                copies.refresh()?;
-            }
-        }
+        let mut has_written = false;
+        let stepped = match &self.shard {
+            None => self.step_of_all(parameters, gradients, &step, copies, &mut has_written),
+            Some(shard) => self
+                .step_of_part(shard, parameters, gradients, &step, &mut has_written)
+                .and_then(|()| copies.refresh()),
+        };
+        self.is_torn = has_written && stepped.is_err();
+        stepped?;
         self.steps += 1;
         Ok(())
+    }
+
+    /// Returns whether the last step has failed after it changed some of the parameters or of the
+    /// state. Only [loading](Self::load_state) both can then repeat it.
+    pub fn is_torn(&self) -> bool {
+        self.is_torn
     }
 
     /// Updates whole parameters.
@@ -516,6 +526,7 @@ impl AdamW {
         gradients: &Gradients,
         step: &AdamWStep,
         copies: &ComputeCopies,
+        has_written: &mut bool,
     ) -> Result<()> {
         let inputs = self.moments.keys();
         let inputs = inputs.map(|name| self.inputs(name, parameters, gradients, copies));
@@ -535,6 +546,7 @@ impl AdamW {
             })
             .collect();
         adamw(&tensors, step)?;
+        *has_written = true;
         copies.refresh_others()
     }
 
@@ -545,6 +557,7 @@ impl AdamW {
         parameters: &Parameters,
         gradients: &Gradients,
         step: &AdamWStep,
+        has_written: &mut bool,
     ) -> Result<()> {
         let mut parts = Vec::new();
         for (name, moments) in &self.moments {
@@ -584,6 +597,7 @@ impl AdamW {
                 })
                 .collect();
             adamw(&tensors, step)?;
+            *has_written = true;
         }
         // Of the others, each rank has its part alone.
         let whole = parameters.iter();
@@ -795,6 +809,7 @@ impl AdamW {
     }
 
     fn load<T: Values>(&mut self, state: &HashMap<String, T>) -> Result<()> {
+        self.is_torn = false;
         let step = (Shape::from(()), DType::I64);
         let mut expected = BTreeMap::from([(STEP.to_owned(), step)]);
         for (name, moments) in &self.moments {

@@ -50,7 +50,8 @@ type Change<'a> = Rc<dyn Fn(&str, Tensor) -> Result<Tensor> + 'a>;
 
 impl<'a> Export<'a> {
     /// Exports `parameters` in their dtype, or in f32 if some are quantized blocks. If ranks divide
-    /// the f32 weights, these are the rounded copies: see [`Self::with_masters`].
+    /// the f32 weights, these are the rounded copies: see [`Self::with_masters`]. F32 weights in
+    /// host memory are exported in f32.
     pub fn new(parameters: &'a Parameters) -> Self {
         let mut weights = parameters.iter();
         let dtype = if weights.any(|(_, weight)| weight.dtype() == DType::U8) {

@@ -43,7 +43,7 @@ impl WeightDivision {
         Self {
             dtype,
             shard,
-            has_masters: has_masters && dtype != DType::F32,
+            has_masters,
             is_full: true,
             memory: StateMemory::Device,
         }

@@ -402,6 +402,9 @@ impl Parameters {
         if self.is_full() && self.dtype() == dtype && stays_dense {
             return Ok(self);
         }
+        if self.has_whole_masters() {
+            bail!("weights: f32 copies in host memory, must have none to be frozen");
+        }
         if self.is_divided() {
             bail!("weights: divided between ranks, must be whole to be frozen");
         }

@@ -246,8 +246,9 @@ impl<'a, C: ModelConfig> Updater<'a, C> {
             own = passes.accumulate_likelihood(actor, (rows, &divided), likelihood, self.share)?;
             self.state.visited_demonstrations += rows.sequences().len();
         }
-        let stats = actor.clip_grad_and_step(self.config.max_grad_norm)?;
-        self.models.updated = true;
+        let stepped = actor.clip_grad_and_step(self.config.max_grad_norm);
+        self.models.updated |= stepped.is_ok() || actor.optimizer().is_torn();
+        let stats = stepped?;
         if demonstrations.is_some() {
             self.demonstrated
                 .add(&LikelihoodSums::over_ranks(own, ranks)?);
