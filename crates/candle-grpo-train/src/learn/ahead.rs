@@ -318,7 +318,7 @@ impl<C: ModelConfig> Draws<C> {
         let newest = self.newest.as_deref();
         let weights = newest.and_then(NewestWeights::take).or(request.weights);
         let seconds = match &weights {
-            Some(weights) => self.collector.receive(&weights.weights())?,
+            Some(weights) => self.collector.receive(&weights.weights(), request.step)?,
             None => PhaseSeconds::default(),
         };
         drop(weights);

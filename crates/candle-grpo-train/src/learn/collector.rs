@@ -47,11 +47,7 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         let step = state.steps + 1;
         let scores = state.task_scores.as_ref();
         let groups = state.unfinished_groups.clone();
-        let seconds = if self.config.learns_from_teacher_samples_alone(step) {
-            PhaseSeconds::default()
-        } else {
-            self.receive(weights)?
-        };
+        let seconds = self.receive(weights, step)?;
         self.draw(step, state.visited, scores, groups, (None, seconds))
     }
 }
@@ -209,9 +205,16 @@ impl<C: ModelConfig> Collector<C> {
         Ok(())
     }
 
-    /// Passes `weights` to the generator unless it has them or newer ones. Returns how long it
-    /// took.
-    pub(super) fn receive(&self, weights: &PolicyWeights<'_, C>) -> Result<PhaseSeconds> {
+    /// Passes `weights` to the generator unless it has them or newer ones, or step `step` draws no
+    /// completion of the policy. Returns how long it took.
+    pub(super) fn receive(
+        &self,
+        weights: &PolicyWeights<'_, C>,
+        step: usize,
+    ) -> Result<PhaseSeconds> {
+        if self.config.learns_from_teacher_samples_alone(step) {
+            return Ok(PhaseSeconds::default());
+        }
         let start = Instant::now();
         let mut turn = self.generator.wait(&*self.progress)?;
         self.pass(weights, &mut turn, &*self.progress)?;

@@ -64,6 +64,10 @@ pub struct Trainer<C: ModelConfig = DecoderConfig> {
     pub(super) torn: bool,
 }
 
+/// The reason to skip a step without anything to learn from.
+const NO_SAMPLE: &str =
+    "no sample of the teacher reaches demonstrations.teacher_samples.min_reward";
+
 impl<C: ModelConfig> Trainer<C> {
     /// The ranks that share the steps.
     pub fn ranks(&self) -> &Ranks {
@@ -191,8 +195,7 @@ impl<C: ModelConfig> Trainer<C> {
         };
         metrics.skipped = batch.is_none() && !demonstrations.is_some_and(teaches);
         if metrics.skipped && metrics.skip_reason.is_none() {
-            let reason = "no sample of the teacher has min_reward".to_owned();
-            metrics.skip_reason = Some(reason);
+            metrics.skip_reason = Some(NO_SAMPLE.to_owned());
         }
         if !metrics.skipped {
             let passes = passes(&self.config, self.collector.ranks(), &*self.progress)?;

@@ -270,9 +270,11 @@ fn in_process(
     };
     let generator = samples.map(|_| LocalGenerator::in_dtype(&weights, dtype));
     let generator = generator.transpose()?;
+    // Another thread that draws ahead may use the device, for example with a reward model.
+    let records = config.train.rollout.max_staleness == 0;
     Ok(LoadedTeacher {
         part: reference.transpose()?.map(TeacherPart::other),
-        generator: generator.map(|own| Arc::new(own.with_recorded_steps(true)) as _),
+        generator: generator.map(|own| Arc::new(own.with_recorded_steps(records)) as _),
     })
 }
 
