@@ -1,6 +1,5 @@
 //! Samples from saved weights.
 
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, bail};
@@ -38,11 +37,14 @@ pub(crate) struct SampleWork {
 pub(crate) struct Sampler {
     base: Arc<Base>,
     queues: Arc<Queues>,
+    /// Weights in memory, those that were used last at the end. They are dropped before the
+    /// engine.
+    slots: Mutex<Vec<(SamplerRecord, Slot)>>,
     engine: Option<Arc<dyn AdapterEngine>>,
     max_batch_size: usize,
     max_loaded_models: usize,
-    /// Weights in memory, those that were used last at the end.
-    slots: Mutex<Vec<(SamplerRecord, Slot)>>,
+    /// Held during a pass that computes log-probs, so that memory is for one at a time.
+    scoring: Mutex<()>,
 }
 
 /// Weights that one thread loads, while others that need them wait.
@@ -77,15 +79,22 @@ impl Sampler {
         queues: Arc<Queues>,
         engine: Option<Arc<dyn AdapterEngine>>,
         config: &TinkerConfig,
-    ) -> Self {
-        Self {
+    ) -> Result<Self> {
+        if engine.is_some() {
+            // The base model is sampled from with adapters that change nothing.
+            let (folder, name) = (queues.store().identity(), &base.info.name);
+            let adapters = base.info.identity()?;
+            atomic_file::write_folder(&folder, |folder| adapters.save(folder, Some(name)))?;
+        }
+        Ok(Self {
             base,
             queues,
+            slots: Mutex::default(),
             engine,
             max_batch_size: config.max_batch_size,
             max_loaded_models: config.max_loaded_models,
-            slots: Mutex::default(),
-        }
+            scoring: Mutex::default(),
+        })
     }
 
     /// Returns the number of threads that run [`Self::run`]. Without an engine, there are none: the
@@ -172,7 +181,7 @@ impl Sampler {
         let (model, parameters) = (&self.base.info.model, &self.base.parameters);
         let folder = match &record.model_path {
             Some(path) => Some(self.queues.store().saved(path)?),
-            None => self.engine.as_ref().map(|_| self.identity()).transpose()?,
+            None => (self.engine.as_ref()).map(|_| self.queues.store().identity()),
         };
         let read = |folder| Lora::load(folder, model, parameters.device());
         let adapters = folder.as_deref().map(read).transpose()?;
@@ -192,17 +201,6 @@ impl Sampler {
             },
             policy: Reference::with_adapters(model, parameters, adapters, dtype)?,
         })
-    }
-
-    /// Returns the folder with adapters that change nothing, for an engine.
-    fn identity(&self) -> Result<PathBuf> {
-        let folder = self.queues.store().identity();
-        if !folder.exists() {
-            let adapters = self.base.info.identity()?;
-            let name = &self.base.info.name;
-            atomic_file::write_folder(&folder, |folder| adapters.save(folder, Some(name)))?;
-        }
-        Ok(folder)
     }
 
     /// Draws samples for a turn, and publishes each result as soon as it is complete.
@@ -309,6 +307,7 @@ impl Sampler {
         tokens: (&[u32], &[u32]),
         temperature: f64,
     ) -> Result<Vec<f32>> {
+        let _scoring = self.scoring.lock().unwrap_or_else(PoisonError::into_inner);
         let batch = TokenBatch::new(&[tokens], self.base.parameters.device())?;
         let found = snapshot.policy.log_probs(&batch, temperature)?;
         Ok(found.flatten_all()?.to_vec1()?)

@@ -1,5 +1,6 @@
 //! The server.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,6 +27,16 @@ pub struct TinkerListener {
     store: Store,
     listener: Listener,
     engine: Option<Arc<dyn AdapterEngine>>,
+}
+
+impl fmt::Debug for TinkerListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut fields = f.debug_struct("TinkerListener");
+        let fields = fields.field("config", &self.config);
+        fields
+            .field("listener", &self.listener)
+            .finish_non_exhaustive()
+    }
 }
 
 impl TinkerListener {
@@ -79,7 +90,7 @@ impl TinkerListener {
             route::answer(Arc::clone(&service), key.clone(), request)
         })?;
         let base = Arc::new(base);
-        let sampler = Sampler::new(Arc::clone(&base), Arc::clone(&queues), engine, &config);
+        let sampler = Sampler::new(Arc::clone(&base), Arc::clone(&queues), engine, &config)?;
         let sampler = Arc::new(sampler);
         let engine = Engine::new(base, config, Arc::clone(&queues), Arc::clone(&sampler));
         let mut started = TinkerServer {

@@ -265,7 +265,7 @@ impl Store {
             .join(&path.name)
     }
 
-    /// The folder for adapters that change nothing.
+    /// The folder for adapters that change nothing, which each server writes.
     pub(crate) fn identity(&self) -> PathBuf {
         self.folder.join("identity")
     }

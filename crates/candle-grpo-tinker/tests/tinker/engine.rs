@@ -4,6 +4,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use candle_grpo_nn::Lora;
@@ -31,6 +33,18 @@ struct Engine {
     fails: Arc<AtomicBool>,
     /// Messages that calls wait for.
     gate: Option<Arc<Mutex<Receiver<()>>>>,
+}
+
+impl Engine {
+    /// Waits until this number of generators is open. A result is there before its thread has ended
+    /// its turn.
+    fn wait_for(&self, open: usize) {
+        let start = Instant::now();
+        while self.open.load(Ordering::Acquire) != open {
+            assert!(start.elapsed() < WATCHDOG);
+            thread::yield_now();
+        }
+    }
 }
 
 struct Opened {
@@ -232,7 +246,7 @@ fn weights_that_replace_others_are_sampled_from() {
     assert_eq!(first, second);
     let after = sample(&second);
     assert_ne!(before["prompt_logprobs"], after["prompt_logprobs"]);
-    assert_eq!(engine.open.load(Ordering::Acquire), 1);
+    engine.wait_for(1);
 }
 
 #[test]
@@ -247,7 +261,7 @@ fn weights_that_were_unused_longest_are_closed() {
     let saved = weights(&server, &server.new_model(), 1);
     for path in [&saved, &Value::Null, &saved] {
         server.call("asample", &request(path, json!({"max_tokens": 1})));
-        assert_eq!(engine.open.load(Ordering::Acquire), 1);
+        engine.wait_for(1);
     }
     assert_eq!(engine.opened.load(Ordering::Acquire), 3);
 }

@@ -60,17 +60,25 @@ pub(super) struct ServeArguments {
     #[arg(long, default_value_t = defaults().max_loaded_models, value_name = "N")]
     max_loaded_models: usize,
     /// Sample with these servers instead of in this process: vllm or sglang.
-    #[arg(long, value_name = "ENGINE", value_parser = engine, requires = "base_url")]
+    #[arg(long, value_name = "ENGINE", value_parser = engine, requires = "engine_base_url")]
     engine: Option<Engine>,
     /// A server of --engine, without /v1. Give it again for each server.
     #[arg(long, value_name = "URL", requires = "engine")]
-    base_url: Vec<String>,
+    engine_base_url: Vec<String>,
     /// The name under which the servers serve MODEL. Default: the first one that they list.
     #[arg(long, value_name = "NAME", requires = "engine")]
-    served_model_name: Option<String>,
+    engine_served_model_name: Option<String>,
     /// The environment variable with the API key of the servers.
     #[arg(long, value_name = "VARIABLE", requires = "engine")]
     engine_api_key_env: Option<String>,
+    /// The maximum mean difference between the log-probs of a server and of this process.
+    #[arg(
+        long,
+        value_name = "NATS",
+        requires = "engine",
+        default_value_t = RolloutConfig::default().log_prob_tolerance
+    )]
+    engine_log_prob_tolerance: f64,
     /// Only log warnings.
     #[arg(short, long)]
     quiet: bool,
@@ -115,9 +123,10 @@ pub(super) fn serve(arguments: &ServeArguments) -> Result<(), Exit> {
     if let Some(engine) = arguments.engine {
         let engine = adapter_engine(&RolloutConfig {
             engine,
-            base_url: arguments.base_url.clone(),
-            served_model_name: arguments.served_model_name.clone(),
+            base_url: arguments.engine_base_url.clone(),
+            served_model_name: arguments.engine_served_model_name.clone(),
             api_key_env: arguments.engine_api_key_env.clone(),
+            log_prob_tolerance: arguments.engine_log_prob_tolerance,
             ..RolloutConfig::default()
         });
         let engine = engine.map_err(|error| Exit::Config(format!("{error:#}")))?;

@@ -2,7 +2,10 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use candle_grpo_core::validate::{Name, check};
@@ -17,7 +20,8 @@ use crate::{Progress, SamplingConfig};
 ///
 /// Each adapter gets a name of its own, and is loaded into all servers. Before it samples, the
 /// log-probs of a few tokens are compared with those of the weights in this process. It is unloaded
-/// when its generator is dropped.
+/// when its generator is dropped. Drop the generators first: then dropping this value waits for it,
+/// at most 20 seconds.
 ///
 /// ```no_run
 /// use candle_grpo_train::rollout::engine::ServerAdapters;
@@ -34,10 +38,20 @@ pub struct ServerAdapters {
     config: RolloutConfig,
     /// The version of the next adapter.
     next: AtomicU64,
+    /// Threads that unload adapters have a copy of it.
+    unloads: Sender<()>,
+    /// Disconnected once they have ended.
+    unloaded: Mutex<Receiver<()>>,
 }
 
 /// Samples from one adapter, which the servers unload at the end.
-struct ServedAdapter(ServerGenerator);
+struct ServedAdapter {
+    generator: ServerGenerator,
+    unloads: Sender<()>,
+}
+
+/// Maximum wait for servers to unload adapters at the end.
+const UNLOAD_LIMIT: Duration = Duration::from_secs(20);
 
 /// A temperature at which a probe finds out whether log-probs are after it.
 const PROBE_TEMPERATURE: f64 = 0.7;
@@ -59,9 +73,12 @@ impl ServerAdapters {
         check(is_adapter, "weight_sync", Name(&sync), must)?;
         // Servers keep the adapters of a process that was killed, with their names.
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_micros();
+        let (unloads, unloaded) = channel();
         Ok(Self {
             config: config.clone(),
             next: AtomicU64::new(u64::try_from(now)?),
+            unloads,
+            unloaded: Mutex::new(unloaded),
         })
     }
 }
@@ -79,32 +96,59 @@ impl AdapterEngine for ServerAdapters {
             top_k: 1,
             ..SamplingConfig::default()
         };
-        let vocab_size = weights.model.vocab_size;
+        let protocol = self.config.engine.protocol()?;
+        let policy = (&sampling, weights.model.vocab_size);
         // Nothing is written there.
         let unused = Path::new("");
-        let generator = ServerGenerator::new(&self.config, &sampling, vocab_size, unused)?;
-        let served = ServedAdapter(generator);
+        let generator = ServerGenerator::build(protocol, &self.config, policy, unused, "engine")?;
+        let served = ServedAdapter {
+            generator,
+            unloads: self.unloads.clone(),
+        };
         let weights = PolicyWeights {
             version: self.next.fetch_add(1, Ordering::Relaxed),
             ..*weights
         };
-        served.0.serve_saved(folder, &weights, progress)?;
+        served.generator.serve_saved(folder, &weights, progress)?;
         Ok(Box::new(served))
     }
 }
 
 impl Generator for ServedAdapter {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
-        self.0.generate(batch, deliver)
+        self.generator.generate(batch, deliver)
     }
 
     fn serves_all_ranks(&self) -> bool {
-        self.0.serves_all_ranks()
+        self.generator.serves_all_ranks()
     }
 }
 
 impl Drop for ServedAdapter {
+    /// Lets a thread unload the adapter, because a server may not answer.
     fn drop(&mut self) {
-        self.0.unload();
+        let (unload, unloads) = (self.generator.unload(), self.unloads.clone());
+        let unload = move || {
+            unload();
+            drop(unloads);
+        };
+        let thread = thread::Builder::new().name("engine".to_owned());
+        if let Err(error) = thread.spawn(unload) {
+            tracing::warn!("no thread can be started: {error}");
+        }
+    }
+}
+
+impl Drop for ServerAdapters {
+    /// Waits for the servers to unload the adapters of generators that were dropped, because the
+    /// process may end now. Generators that still exist are not waited for.
+    fn drop(&mut self) {
+        // The last copies are those of the threads.
+        self.unloads = channel().0;
+        let unloaded = self.unloaded.get_mut();
+        let unloaded = unloaded.unwrap_or_else(PoisonError::into_inner);
+        if unloaded.recv_timeout(UNLOAD_LIMIT) == Err(RecvTimeoutError::Timeout) {
+            tracing::warn!("the servers have not unloaded all adapters");
+        }
     }
 }

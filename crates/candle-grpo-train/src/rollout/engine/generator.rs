@@ -108,7 +108,6 @@ impl ServerGenerator {
         vocab_size: usize,
         folder: &Path,
     ) -> Result<Self> {
-        config.validate()?;
         let protocol = config.engine.protocol()?;
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
@@ -130,8 +129,8 @@ impl ServerGenerator {
         Self::build(protocol, config, (sampling, vocab_size), folder, "rollout")
     }
 
-    /// Creates a generator for the servers of a teacher with the tokens of the policy, which is
-    /// sampled with `sampling`. They receive no weights, and the completions have [no
+    /// Creates a generator for the servers of a teacher with the tokens of the policy, from which
+    /// it samples with `sampling`. They receive no weights, and the completions have [no
     /// log-probs](Self::without_log_probs).
     ///
     /// # Errors
@@ -153,7 +152,7 @@ impl ServerGenerator {
         Ok(generator?.without_log_probs())
     }
 
-    fn build(
+    pub(super) fn build(
         protocol: Box<dyn Protocol>,
         config: &RolloutConfig,
         (sampling, vocab_size): (&SamplingConfig, usize),
@@ -275,9 +274,10 @@ impl ServerGenerator {
         self.prober.transfer(weights, saved, progress)
     }
 
-    /// Lets the servers unload the adapter from [`Self::serve_saved`], and does not wait for it.
-    pub(super) fn unload(&self) {
-        self.servers.unload();
+    /// Returns a function that lets the servers unload the adapter from [`Self::serve_saved`].
+    pub(super) fn unload(&self) -> impl FnOnce() + Send + 'static {
+        let servers = Arc::clone(&self.servers);
+        move || servers.unload()
     }
 
     /// Returns the form in which the engine receives `weights`, if it does.

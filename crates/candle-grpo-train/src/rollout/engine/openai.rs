@@ -10,6 +10,18 @@ use super::weights::EngineWeights;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenAi;
 
+/// Unloads an adapter with a request to `path`.
+pub(super) fn unload(server: &Server, path: &str, adapter: &str) -> Result<(), Failure> {
+    match server.call_briefly(&Call::post(path, json!({"lora_name": adapter}))) {
+        // A restarted server does not have it.
+        Ok(_)
+        | Err(Failure::Status {
+            status: 400 | 404, ..
+        }) => Ok(()),
+        Err(failure) => Err(failure),
+    }
+}
+
 impl Protocol for OpenAi {
     fn describe(&self, server: &Server, name: Option<&str>) -> Result<ServedModel, Failure> {
         describe(server, name)

@@ -164,7 +164,7 @@ impl Prober {
                 if probe::are_certain(at_temperature) {
                     Distribution::Drawn
                 } else if probe::ignore_temperature(at_temperature, at_one, temperature) {
-                    bail!("{}", before_temperature(url, temperature));
+                    bail!("{}", self.before_temperature(url));
                 } else {
                     Distribution::Tempered
                 }
@@ -245,12 +245,20 @@ impl Prober {
         ensure!(
             raw > bound || raw.is_nan(),
             "{} (mean difference {raw:.2e}, after it {tempered:.2e})",
-            before_temperature(url, temperature)
+            self.before_temperature(url)
         );
         bail!(
-            "rollout.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy, version {}, must differ by at most {bound}: it serves other weights, or computes in lower precision",
+            "{}.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy, version {}, must differ by at most {bound}: it serves other weights, or computes in lower precision",
+            self.servers.section,
             weights.version
         );
+    }
+
+    fn before_temperature(&self, url: &str) -> String {
+        let (section, temperature) = (self.servers.section, self.sampling.temperature);
+        format!(
+            "{section}.base_url: {url} names log-probs before the temperature of {temperature}, must name those after it: start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
+        )
     }
 }
 
@@ -299,12 +307,6 @@ pub(super) fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Res
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
-}
-
-fn before_temperature(url: &str, temperature: f64) -> String {
-    format!(
-        "rollout.base_url: {url} names log-probs before the temperature of {temperature}, must name those after it: start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
-    )
 }
 
 /// Samples a completion for each probe prompt on one server.

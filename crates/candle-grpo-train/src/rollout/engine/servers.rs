@@ -34,7 +34,7 @@ pub(super) struct Servers {
     pub(super) protocol: Box<dyn Protocol>,
     pub(super) list: Vec<Server>,
     /// The configuration section, for errors.
-    section: &'static str,
+    pub(super) section: &'static str,
     served_model_name: Option<String>,
     server_timeout: Duration,
     /// The comparison of their weights with the transferred ones.
@@ -258,24 +258,22 @@ impl Servers {
         state.servers.iter().any(|server| server.is_loading)
     }
 
-    /// Starts a thread that lets all servers unload the adapter that they serve.
-    pub(super) fn unload(self: &Arc<Self>) {
+    /// Lets all servers unload the adapter that they serve. One that is loading it does so first.
+    pub(super) fn unload(&self) {
         self.close();
-        let weights = self.lock().weights.clone();
-        let Some(adapter) = weights else {
+        let mut state = self.lock();
+        let Some(adapter) = state.weights.clone() else {
             return;
         };
-        let servers = Arc::clone(self);
-        let unload = move || {
-            for server in &servers.list {
-                if let Err(failure) = servers.protocol.unload(server, &adapter.name()) {
-                    tracing::warn!("{}: unloading {}: {failure}", server.url, adapter.name());
-                }
+        while state.servers.iter().any(|server| server.is_loading) {
+            let woken = self.changed.wait(state);
+            state = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
+        for server in &self.list {
+            if let Err(failure) = self.protocol.unload(server, &adapter.name()) {
+                tracing::warn!("{}: unloading {}: {failure}", server.url, adapter.name());
             }
-        };
-        let thread = thread::Builder::new().name("engine".to_owned());
-        if let Err(error) = thread.spawn(unload) {
-            tracing::warn!("no thread can be started: {error}");
         }
     }
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::openai::{end, number, token};
+use super::openai::{self, end, number, token};
 use super::protocol::{
     Call, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel, Server,
 };
@@ -175,14 +175,7 @@ impl Protocol for Sglang {
     }
 
     fn unload(&self, server: &Server, adapter: &str) -> Result<(), Failure> {
-        let call = Call::post("/unload_lora_adapter", json!({"lora_name": adapter}));
-        match server.call(&call) {
-            Ok(_)
-            | Err(Failure::Status {
-                status: 400 | 404, ..
-            }) => Ok(()),
-            Err(failure) => Err(failure),
-        }
+        openai::unload(server, "/unload_lora_adapter", adapter)
     }
 
     fn interrupt(&self, server: &Server) -> Result<(), Failure> {

@@ -116,15 +116,7 @@ impl Protocol for Vllm {
     }
 
     fn unload(&self, server: &Server, adapter: &str) -> Result<(), Failure> {
-        let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": adapter}));
-        match server.call(&call) {
-            // A restarted server does not have it.
-            Ok(_)
-            | Err(Failure::Status {
-                status: 400 | 404, ..
-            }) => Ok(()),
-            Err(failure) => Err(failure),
-        }
+        openai::unload(server, "/v1/unload_lora_adapter", adapter)
     }
 
     fn join(&self, server: &Server) -> Result<(), Failure> {

@@ -85,6 +85,10 @@ fn several_adapters_are_sampled_from_at_the_same_time(
     assert_eq!(names(&setup, "/unload_lora_adapter"), loaded[..1]);
     let drawn = draw(&second, &short());
     assert_drew(&setup, 2, drawn, short().temperature);
+    drop(second);
+    // It waits for the servers.
+    drop(adapters);
+    assert_eq!(names(&setup, "/unload_lora_adapter"), loaded);
 }
 
 #[rstest]

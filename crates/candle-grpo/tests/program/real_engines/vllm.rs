@@ -203,7 +203,7 @@ fn vllm_samples_for_clients_of_tinker() {
     let path = model().display().to_string();
     std::os::unix::fs::symlink(&path, folder.path().join("model")).unwrap();
     let url = server.url();
-    let options = ["--engine", "vllm", "--base-url", &url];
+    let options = ["--engine", "vllm", "--engine-base-url", &url];
     let (running, url) = serve_with(folder.path(), &options);
     let call = |name: &str, body: &Value| {
         let promise = post(&url, name, body).unwrap();
