@@ -456,8 +456,8 @@ impl Message {
 
 /// Divides tensors, or parts, with these lengths into messages with at most `limit` elements.
 ///
-/// A long tensor gets its own messages, which need no copy. Short ones share messages, because a
-/// call takes longer than copying.
+/// A long tensor gets its own messages, which a broadcast need not copy. Short ones share messages,
+/// because a call takes longer than copying.
 fn messages(lengths: &[usize], limit: usize) -> Vec<Message> {
     let mut messages = Vec::new();
     let mut shared = Message(Vec::new());
