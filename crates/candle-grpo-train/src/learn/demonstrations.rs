@@ -127,15 +127,6 @@ impl DemonstrationConfig {
             }
         }
     }
-
-    /// Returns the share in the policy's loss at step `step`: 0 while only the critic trains.
-    pub(super) fn share(&self, train: &TrainConfig, step: usize) -> f64 {
-        if train.only_critic_trains(step) {
-            0.
-        } else {
-            self.coef.at(step)
-        }
-    }
 }
 
 /// The source of the demonstrations of [`TrainConfig::demonstrations`].
@@ -222,11 +213,6 @@ impl Demonstrations {
     /// Returns whether there are no rows.
     pub(super) fn is_empty(&self) -> bool {
         self.examples.is_empty()
-    }
-
-    /// Returns the share in the policy's loss at step `step`.
-    pub(super) fn share(&self, config: &TrainConfig, step: usize) -> f64 {
-        self.config.share(config, step)
     }
 
     /// Returns the number of updates of a step that trains on these rows alone, with the settings

@@ -35,7 +35,7 @@ const ROUND: usize = 64;
 pub struct MemoryFit<'a> {
     /// The largest peak of a plan.
     pub bytes: usize,
-    /// The largest [`MemoryPlan::host`] of a plan.
+    /// The largest [`MemoryPlan::host`] of a plan. Absent: no limit.
     pub host_bytes: Option<usize>,
     /// The model that trains.
     pub model: &'a DecoderConfig,

@@ -810,10 +810,13 @@ impl TrainConfig {
         self.demonstrations.as_ref()?.teacher_samples.as_ref()
     }
 
-    /// Returns the share of demonstrations in the policy's loss at step `step`.
+    /// Returns the share of demonstrations in the policy's loss at step `step`: 0 without any, and
+    /// while only the critic trains.
     pub(super) fn demonstration_share(&self, step: usize) -> f64 {
-        let demonstrations = self.demonstrations.as_ref();
-        demonstrations.map_or(0., |found| found.share(self, step))
+        match &self.demonstrations {
+            Some(demonstrations) if !self.only_critic_trains(step) => demonstrations.coef.at(step),
+            _ => 0.,
+        }
     }
 
     /// Returns whether nothing in step `step` learns from completions of the policy, because the

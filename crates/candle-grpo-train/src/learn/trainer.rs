@@ -190,9 +190,8 @@ impl<C: ModelConfig> Trainer<C> {
             (_, samples) => samples.as_ref().map(|samples| &samples.demonstrations),
         };
         metrics.skip_reason = reason;
-        let teaches = |found: &Demonstrations| {
-            !found.is_empty() && found.share(&self.config, state.steps) > 0.
-        };
+        let share = self.config.demonstration_share(state.steps);
+        let teaches = |found: &Demonstrations| !found.is_empty() && share > 0.;
         metrics.skipped = batch.is_none() && !demonstrations.is_some_and(teaches);
         if metrics.skipped && metrics.skip_reason.is_none() {
             metrics.skip_reason = Some(NO_SAMPLE.to_owned());

@@ -181,6 +181,16 @@ pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig
     try_trainer(reward, config).unwrap()
 }
 
+/// Returns `second` after it has loaded a checkpoint of `first`.
+pub(crate) fn resumed(first: &Trainer, mut second: Trainer) -> Trainer {
+    let folder = tempfile::tempdir().unwrap();
+    first
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
+        .unwrap();
+    second.load_state(folder.path()).unwrap();
+    second
+}
+
 /// Share that the character "a" has in a completion.
 pub(crate) fn share_of_a(sample: &Sample) -> f32 {
     let a = sample.completion.matches('a').count();

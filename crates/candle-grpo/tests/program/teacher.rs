@@ -263,15 +263,7 @@ fn a_teacher_that_does_not_fit_is_named() {
             Some("recipe.distillation_loss.support: sampled, must be another one"),
         ),
     ] {
-        std::fs::write(path.join("run.yaml"), CONFIG.replacen(from, to, 1)).unwrap();
-        let output = grpo(path, &["check", "run.yaml"]);
-        match words {
-            None => assert_eq!(output.status.code(), Some(0), "{}", said(&output)),
-            Some(words) => {
-                assert_eq!(output.status.code(), Some(3), "{}", said(&output));
-                assert!(said(&output).contains(words), "{}", said(&output));
-            }
-        }
+        assert_checked(path, &CONFIG.replacen(from, to, 1), words);
     }
 }
 
@@ -302,16 +294,18 @@ fn a_teacher_fits_the_rows_that_it_teaches() {
             "{{by: source, models: {{long: {{model: {long}}}, short: {{model: {short}}}}}}}"
         );
         let text = CONFIG.replace("{model: teacher}", &teachers);
-        std::fs::write(path.join("run.yaml"), text).unwrap();
-        let output = grpo(path, &["check", "run.yaml"]);
-        let code = if words.is_some() { 3 } else { 0 };
-        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
-        assert!(
-            said(&output).contains(words.unwrap_or("")),
-            "{}",
-            said(&output)
-        );
+        assert_checked(path, &text, words);
     }
+}
+
+/// Checks a configuration, which must be valid, or an error with these words.
+fn assert_checked(path: &Path, config: &str, words: Option<&str>) {
+    std::fs::write(path.join("run.yaml"), config).unwrap();
+    let output = grpo(path, &["check", "run.yaml"]);
+    let said = said(&output);
+    let code = if words.is_some() { 3 } else { 0 };
+    assert_eq!(output.status.code(), Some(code), "{said}");
+    assert!(said.contains(words.unwrap_or("")), "{said}");
 }
 
 /// The policy learns to answer as if its prompt ended in other letters.
@@ -693,10 +687,7 @@ fn samples_of_a_teacher_are_refused_where_they_mean_nothing() {
             "sampling.structured_outputs: given, must be absent with engine local",
         ),
     ] {
-        std::fs::write(path.join("run.yaml"), config.replacen(from, to, 1)).unwrap();
-        let output = grpo(path, &["check", "run.yaml"]);
-        assert_eq!(output.status.code(), Some(3), "{words}: {}", said(&output));
-        assert!(said(&output).contains(words), "{words}: {}", said(&output));
+        assert_checked(path, &config.replacen(from, to, 1), Some(words));
     }
     // The teacher has 24 positions, and the policy fewer.
     write_long_model(&path.join("short"), "abcde", 8, 4);
@@ -709,15 +700,7 @@ fn samples_of_a_teacher_are_refused_where_they_mean_nothing() {
         ),
     ] {
         let text = config.replace("{model: teacher}", &format!("{{model: {teacher}}}"));
-        std::fs::write(path.join("run.yaml"), text).unwrap();
-        let output = grpo(path, &["check", "run.yaml"]);
-        let code = if words.is_some() { 3 } else { 0 };
-        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
-        assert!(
-            said(&output).contains(words.unwrap_or("")),
-            "{}",
-            said(&output)
-        );
+        assert_checked(path, &text, words);
     }
 }
 
@@ -746,11 +729,8 @@ fn the_policy_learns_from_samples_of_a_server_that_only_samples() {
         "demonstrations:",
         &format!("recipe: {OF_TOKENS}\ndemonstrations:"),
     );
-    std::fs::write(folder.path().join("run.yaml"), scored).unwrap();
-    let output = grpo(folder.path(), &["check", "run.yaml"]);
-    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     let words = "teacher.server.engine: openai, must be vllm or sglang";
-    assert!(said(&output).contains(words), "{}", said(&output));
+    assert_checked(folder.path(), &scored, Some(words));
 }
 
 /// One teacher scores the completions of the policy, and samples its own.

@@ -61,7 +61,7 @@ pub fn update<C: ModelConfig>(
     models
         .actor
         .set_learning_rate(config.optimizer.learning_rate * factor);
-    let share = demonstrations.map_or(0., |found| found.share(config, state.steps));
+    let share = demonstrations.map_or(0., |_| config.demonstration_share(state.steps));
     let demonstrations = demonstrations.filter(|_| share > 0.);
     let mut updater = Updater {
         models,
