@@ -29,6 +29,8 @@
 //!
 //! [`TransferTransport`] sends bytes to the processes of another program, which are not ranks in
 //! this job: `NcclTransfer`, with the feature `nccl`, sends weights to vLLM's workers.
+//! [`SharedMemory`] lets those on the same GPU read them in place: `CudaIpc`, with the feature
+//! `cuda`.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
@@ -41,6 +43,10 @@ mod collective;
 mod connect;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod copies;
+#[cfg(feature = "cuda")]
+mod cuda_ipc;
+#[cfg(feature = "cuda")]
+mod gpu;
 pub mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -51,8 +57,12 @@ mod transfer;
 pub use alone::Alone;
 pub use collective::Collective;
 pub use connect::connect;
+#[cfg(feature = "cuda")]
+pub use cuda_ipc::CudaIpc;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "nccl")]
 pub use nccl::{Nccl, NcclTransfer};
-pub use transfer::{GroupId, TransferGroup, TransferTransport, Waiting};
+pub use transfer::{
+    GroupId, MemoryHandle, SharedBuffer, SharedMemory, TransferGroup, TransferTransport, Waiting,
+};

@@ -1,4 +1,4 @@
-//! The interface to groups in which this process sends bytes to those of another program.
+//! Interfaces for sending bytes to the processes of another program.
 
 use candle_core::{Result, Tensor};
 
@@ -56,4 +56,42 @@ pub trait TransferGroup: Send {
     /// Fails if `waiting` does, or if the connection is broken. It may not be: if another process
     /// has ended, an operation may wait forever.
     fn send(&mut self, waiting: &mut Waiting<'_>) -> Result<()>;
+}
+
+/// Allocates memory on this process's GPU that processes of another program can open, on the same
+/// GPU. They then read the bytes where they are.
+pub trait SharedMemory: Send + Sync {
+    /// Allocates a buffer of `bytes` bytes.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no memory, or if the device shares none.
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn SharedBuffer>>;
+}
+
+/// Memory that other processes can open. Dropping it frees the memory, so they must have closed it.
+pub trait SharedBuffer: Send {
+    /// Returns the size in bytes.
+    fn bytes(&self) -> usize;
+
+    /// Returns the data with which another process opens the memory.
+    fn handle(&self) -> MemoryHandle;
+
+    /// Copies the bytes of contiguous `tensors`, one after another without gaps, to the start of
+    /// the memory. Other processes can read them afterward, and the tensors may change.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the tensors are larger than the memory, or if one is on a device that cannot be
+    /// copied from.
+    fn pack(&mut self, tensors: &[Tensor]) -> Result<()>;
+}
+
+/// The data with which a process opens memory of another one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryHandle {
+    /// The handle of the allocation (`CUipcMemHandle`).
+    pub memory: [u8; 64],
+    /// The UUID of the GPU.
+    pub device: [u8; 16],
 }

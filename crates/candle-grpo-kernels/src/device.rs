@@ -67,6 +67,22 @@ pub fn cuda_memory(device: &Device) -> Result<DeviceMemory> {
     )
 }
 
+/// Returns memory to the GPU `device` that tensors no longer use, for other processes. Otherwise,
+/// this process keeps it for later tensors. Waits for the work on the device. On the CPU, there is
+/// nothing to do.
+///
+/// # Errors
+///
+/// Fails if the driver does not respond, or if work on the device has failed.
+pub fn release_cuda_memory(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return crate::cuda::device::release_memory(device);
+    }
+    let _ = device;
+    Ok(())
+}
+
 /// Returns whether this process computes on CUDA devices. This requires the feature `cuda`, and is
 /// off if the variable `CUDA_VISIBLE_DEVICES` hides all devices: if it is empty, or begins with -1
 /// or `NoDevFiles`.

@@ -68,7 +68,8 @@
 //! - [`ensure_gradients`] and [`ensure_reached`] name the variables that a loss does not reach.
 //! - [`default_device`] and [`cuda_device`] open a GPU, with one stream for all threads.
 //!   [`cuda_device_count`] returns the number of GPUs, and [`cuda_memory`] the free and total
-//!   memory of one. [`cuda_is_enabled`] is true if this process computes on them.
+//!   memory of one. [`release_cuda_memory`] leaves unused memory to other processes.
+//!   [`cuda_is_enabled`] is true if this process computes on them.
 //!
 //! # Implementations
 //!
@@ -119,6 +120,7 @@ pub use cpu::instructions::CpuInstructions;
 pub use cuda::recording::Recording;
 pub use device::{
     DeviceMemory, cuda_device, cuda_device_count, cuda_is_enabled, cuda_memory, default_device,
+    release_cuda_memory,
 };
 pub use ensure_gradients::{ensure_gradients, ensure_reached};
 pub use ops::adamw::moments::{NUMBERS_IN_BLOCK, moment_blocks, moment_codes};

@@ -13,18 +13,24 @@
 // Memory starts as 0xff in each byte, which is NaN in every float type. An inaccessible page
 // follows each allocation. Freed memory stays inaccessible for some time.
 //
+// An allocation of cuMemAlloc can be opened by other processes. Its pages then become those of a
+// file without a name, which they map. Only one that no process has open can be freed.
+//
 // Work that uses an allocation must be ordered after the last write of it, and a write after the
 // last reads too: by its stream, an event, or a wait of the host. Other work is an error, in every
 // mode. No stream waits for the default stream. Kernels use the memory of their pointer arguments,
 // and write it unless the argument points to constants, or has the address in a table.
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -149,7 +155,10 @@ struct Place {
 struct Allocation {
     size_t bytes;
     int device;
-    bool is_freed = false;  // by a call that may not have run yet
+    bool is_freed = false;   // by a call that may not have run yet
+    bool is_pooled = false;  // of cuMemAllocAsync
+    int file = -1;           // with its pages, once other processes can open it
+    bool is_opened = false;  // of another process, which has the file
     Place written = {0, 0, nullptr};
     std::vector<Place> reads = {};  // the last one of each stream since the write
 };
@@ -363,11 +372,22 @@ CUresult mark_freed(CUdeviceptr pointer) {
     return SUCCESS;
 }
 
+// Replaces the mapping of pages.
+void map_again(void* start, size_t bytes, int access, int flags, int file) {
+    if (mmap(start, bytes, access, flags | MAP_FIXED, file, 0) != MAP_FAILED) return;
+    perror("cuda_host: the pages of an allocation");
+    abort();
+}
+
 void release(CUdeviceptr pointer) {
     auto found = memory.find(pointer);
     const size_t bytes = found->second.bytes, count = pages(rounded(bytes)), whole = count * page;
     void* start = (char*)pointer + rounded(bytes) - whole;
     devices[found->second.device].used_bytes -= bytes;
+    if (found->second.file >= 0) {
+        map_again(start, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+        close(found->second.file);
+    }
     memory.erase(found);
     protect(start, whole, PROT_NONE);
     if (count <= few_pages) {
@@ -386,6 +406,20 @@ void release(CUdeviceptr pointer) {
 Graph::~Graph() {
     for (int device = 0; device < device_count(); device++) for_streams(device, finish);
     for (CUdeviceptr pointer : allocations) release(pointer);
+}
+
+// What a process needs to open an allocation of another one. The caller has 64 bytes.
+struct IpcHandle {
+    int process, file, device, unused;
+    uint64_t bytes, inode;
+    unsigned char rest[32];
+};
+static_assert(sizeof(IpcHandle) == 64, "CU_IPC_HANDLE_SIZE");
+
+// The number of a file, which no other file has meanwhile. 0 without a file.
+uint64_t inode_of(int file) {
+    struct stat found;
+    return fstat(file, &found) == 0 ? (uint64_t)found.st_ino : 0;
 }
 
 bool is_pinned(const void* address) {
@@ -504,6 +538,14 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
     case MEMORY_POOLS: *value = 1; break;
     default: *value = 0;
     }
+    return SUCCESS;
+}
+
+// Of the GPU with this number, in every process.
+CUresult cuDeviceGetUuid_v2(unsigned char uuid[16], int device) {
+    if (device < 0 || device >= device_count()) return INVALID_DEVICE;
+    for (int i = 0; i < 15; i++) uuid[i] = (unsigned char)(0xf0 - 17 * i);
+    uuid[15] = (unsigned char)device;
     return SUCCESS;
 }
 
@@ -634,6 +676,7 @@ CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void* handle) {
     Stream* stream = stream_of(handle);
     const CUresult result = allocate(pointer, bytes, stream->device);
     if (result != SUCCESS) return result;
+    memory[*pointer].is_pooled = true;
     if (stream->recording != nullptr) stream->recording->allocations.push_back(*pointer);
     const bool is_new = stream->recording == nullptr;
     return add(stream, {__func__, {{*pointer, true}}, false, [start = *pointer, bytes, is_new] {
@@ -644,8 +687,75 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
     CALL;
     if (pointer == 0) return SUCCESS;
     for_streams(current_device(), wait_for);
+    const auto found = memory.find(pointer);
+    if (found != memory.end() && found->second.is_opened)
+        return refuse(INVALID_VALUE, "free of %p, which belongs to another process", (void*)pointer);
+    if (found != memory.end() && found->second.file >= 0 && flock(found->second.file, LOCK_EX | LOCK_NB) != 0)
+        return refuse(INVALID_VALUE, "free of %p, which another process has open", (void*)pointer);
     if (CUresult result = mark_freed(pointer)) return result;
     release(pointer);
+    return broken;
+}
+// Gives other processes access to an allocation, as long as it exists.
+CUresult cuIpcGetMemHandle(IpcHandle* handle, CUdeviceptr pointer) {
+    CALL_IN_CONTEXT;
+    const auto found = allocation_of(pointer);
+    if (found == memory.end() || found->second.is_freed || found->second.is_opened)
+        return refuse(INVALID_VALUE, "a handle of %p, which is not an allocation of this process", (void*)pointer);
+    Allocation& allocation = found->second;
+    if (allocation.is_pooled) return refuse(INVALID_VALUE, "a handle of %p, which is memory of a pool", (void*)pointer);
+    const size_t whole = pages(rounded(allocation.bytes)) * page;
+    char* start = (char*)found->first + rounded(allocation.bytes) - whole;
+    if (allocation.file < 0) {
+        for_streams(allocation.device, finish);
+        const int file = memfd_create("cuda_host", MFD_CLOEXEC);
+        if (file < 0 || ftruncate(file, (off_t)whole) != 0 || pwrite(file, start, whole, 0) != (ssize_t)whole) {
+            perror("cuda_host: a file for an allocation");
+            return OUT_OF_MEMORY;
+        }
+        map_again(start, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file);
+        allocation.file = file;
+    }
+    *handle = {};
+    handle->process = getpid();
+    handle->file = allocation.file;
+    handle->device = allocation.device;
+    handle->bytes = allocation.bytes;
+    handle->inode = inode_of(allocation.file);
+    return SUCCESS;
+}
+// The flag CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is 1, and the only one.
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, IpcHandle handle, unsigned flags) {
+    CALL_IN_CONTEXT;
+    if (flags != 1) return refuse(INVALID_VALUE, "cuIpcOpenMemHandle with the flags %u, must be 1", flags);
+    if (handle.process == getpid()) return refuse(INVALID_CONTEXT, "a handle that its own process opens");
+    if (handle.device != current_device())
+        return refuse(INVALID_CONTEXT, "a handle of GPU %d, opened on GPU %d", handle.device, current_device());
+    const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+    const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (file < 0 || inode_of(file) != handle.inode || flock(file, LOCK_SH | LOCK_NB) != 0) {
+        if (file >= 0) close(file);
+        return refuse(INVALID_HANDLE, "a handle of memory that does not exist: %s", path.c_str());
+    }
+    void* end = cuda_host_buffer(rounded(handle.bytes));
+    const size_t whole = pages(rounded(handle.bytes)) * page;
+    map_again((char*)end + rounded(handle.bytes) - whole, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file);
+    *pointer = (CUdeviceptr)end;
+    Allocation allocation = {handle.bytes, current_device()};
+    allocation.file = file;
+    allocation.is_opened = true;
+    memory[*pointer] = allocation;
+    return SUCCESS;
+}
+CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
+    CALL_IN_CONTEXT;
+    for_streams(current_device(), wait_for);
+    const auto found = memory.find(pointer);
+    if (found == memory.end() || !found->second.is_opened)
+        return refuse(INVALID_VALUE, "the close of %p, which no handle has opened", (void*)pointer);
+    cuda_host_free((void*)pointer, rounded(found->second.bytes));
+    close(found->second.file);
+    memory.erase(found);
     return broken;
 }
 CUresult cuMemFreeAsync(CUdeviceptr pointer, void* handle) {
@@ -678,6 +788,12 @@ CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) {
 CUresult cuMemPoolGetAttribute(void* pool, int attribute, void* value) {
     if (attribute != 4) return INVALID_VALUE;
     memcpy(value, &((Device*)pool)->pool_threshold, sizeof(uint64_t));
+    return SUCCESS;
+}
+
+// The pool keeps no memory, and takes none back.
+CUresult cuMemPoolTrimTo(void*, size_t) {
+    CALL_IN_CONTEXT;
     return SUCCESS;
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{DType, Error, Result, bail};
 
+use crate::gpu::Memory;
 use crate::transfer::Waiting;
 
 /// A job's identifier, made by rank 0.
@@ -160,13 +161,6 @@ pub(super) enum Operation {
     ReduceScatterSum,
     AllGather,
     Broadcast { root: usize },
-}
-
-/// A contiguous tensor's elements on the device.
-pub(super) struct Memory {
-    pub(super) address: u64,
-    pub(super) elements: usize,
-    pub(super) dtype: DType,
 }
 
 /// One rank's connection to the others.

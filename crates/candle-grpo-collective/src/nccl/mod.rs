@@ -8,15 +8,15 @@ mod watchdog;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr};
-use candle_core::{DType, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use crate::copies::with_copies;
+use crate::gpu::{Memory, memory};
 use crate::launch::{self, Environment};
 use crate::{Collective, arguments};
-use library::{Comm, Library, Memory, Operation, UniqueId};
+use library::{Comm, Library, Operation, UniqueId};
 pub use transfer::NcclTransfer;
 use watchdog::Watchdog;
 
@@ -165,38 +165,6 @@ impl Nccl {
     fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
         self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A contiguous tensor's memory on the GPU, for operations on `stream`.
-fn memory(tensor: &Tensor, stream: &CudaStream) -> Result<Memory> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else {
-        bail!(
-            "a tensor is on {:?}, must be on the GPU",
-            tensor.device().location()
-        );
-    };
-    let start = match &storage.slice {
-        CudaStorageSlice::U8(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::U32(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::I16(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::I32(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::I64(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::BF16(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::F16(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::F32(values) => values.device_ptr(stream).0,
-        CudaStorageSlice::F64(values) => values.device_ptr(stream).0,
-        _ => bail!(
-            "a tensor is {:?}, must be an integer or a float of 16 to 64 bits",
-            tensor.dtype()
-        ),
-    };
-    let dtype = tensor.dtype();
-    Ok(Memory {
-        address: start + (layout.start_offset() * dtype.size_in_bytes()) as u64,
-        elements: tensor.elem_count(),
-        dtype,
-    })
 }
 
 impl Collective for Nccl {

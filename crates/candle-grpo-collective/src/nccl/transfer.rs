@@ -5,11 +5,11 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
-use super::library::{Comm, Library, Memory, Operation};
-use super::memory;
+use super::library::{Comm, Library, Operation};
+use crate::gpu::{self, Memory};
 use crate::transfer::{GroupId, TransferGroup, TransferTransport, Waiting};
 
 /// Time between two checks of an operation.
@@ -63,7 +63,6 @@ impl TransferTransport for NcclTransfer {
                 Comm::connect_while(self.library, *id, 0, receivers + 1, INTERVAL, waiting);
             let mut group = Group {
                 device: self.device.clone(),
-                compute: Arc::clone(&compute),
                 stream: Arc::clone(&stream),
                 comm: Arc::new(connected?),
                 buffer: None,
@@ -85,8 +84,6 @@ impl TransferTransport for NcclTransfer {
 
 struct Group {
     device: Device,
-    /// The stream for Candle's kernels.
-    compute: Arc<CudaStream>,
     /// The stream for copies and operations.
     stream: Arc<CudaStream>,
     comm: Arc<Comm>,
@@ -151,48 +148,25 @@ impl Group {
 
 impl TransferGroup for Group {
     fn pack(&mut self, tensors: &[Tensor]) -> Result<()> {
-        let on_device = |tensor: &Tensor| -> Result<Tensor> {
-            let device = tensor.device();
-            if device.is_cuda() && !device.same_device(&self.device) {
-                bail!(
-                    "a tensor is on another handle of a GPU ({:?}), must be on the one that the group connected with",
-                    device.location()
-                );
+        let (buffer, packed) = (&mut self.buffer, &mut self.packed);
+        let stream = &self.stream;
+        gpu::pack(tensors, &self.device, stream, |bytes| {
+            *packed = bytes;
+            if buffer.as_ref().is_some_and(|buffer| buffer.len() < bytes) {
+                // Before the larger one takes its memory.
+                *buffer = None;
             }
-            tensor.detach().to_device(&self.device)?.contiguous()
-        };
-        let tensors: Vec<Tensor> = tensors.iter().map(on_device).collect::<Result<_>>()?;
-        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
-        self.packed = tensors.iter().map(bytes).sum();
-        if self
-            .buffer
-            .as_ref()
-            .is_none_or(|buffer| buffer.len() < self.packed)
-        {
-            // Before the larger one takes its memory.
-            self.buffer = None;
-            // SAFETY: the copies below write all bytes that are sent.
-            #[allow(unsafe_code)]
-            let buffer = unsafe { self.stream.alloc::<u8>(self.packed.max(1)) };
-            self.buffer = Some(buffer.map_err(Error::wrap)?);
-        }
-        let Some(buffer) = &self.buffer else {
-            return Ok(());
-        };
-        let mut to = buffer.device_ptr(&self.stream).0;
-        self.stream.join(&self.compute).map_err(Error::wrap)?;
-        for tensor in tensors.iter().filter(|tensor| tensor.elem_count() > 0) {
-            let from = memory(tensor, &self.stream)?.address;
-            let bytes = bytes(tensor);
-            // SAFETY: both are allocations with as many bytes on this device. The stream has
-            // waited for the kernels that write the tensor.
-            #[allow(unsafe_code)]
-            let copied =
-                unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) };
-            copied.map_err(Error::wrap)?;
-            to += bytes as u64;
-        }
-        self.stream.synchronize().map_err(Error::wrap)
+            let buffer = match buffer {
+                Some(buffer) => buffer,
+                None => {
+                    // SAFETY: the copies write all bytes that are sent.
+                    #[allow(unsafe_code)]
+                    let new = unsafe { stream.alloc::<u8>(bytes.max(1)) };
+                    buffer.insert(new.map_err(Error::wrap)?)
+                }
+            };
+            Ok(buffer.device_ptr(stream).0)
+        })
     }
 
     fn send(&mut self, waiting: &mut Waiting<'_>) -> Result<()> {

@@ -39,6 +39,21 @@ pub(crate) fn memory(device: &Device) -> Result<DeviceMemory> {
     Ok(DeviceMemory { free, total })
 }
 
+/// Returns freed memory to a device.
+pub(crate) fn release_memory(device: &Device) -> Result<()> {
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let context = stream.context();
+    context.bind_to_thread().map_err(Error::wrap)?;
+    // The pool keeps memory whose free is still in the stream.
+    stream.synchronize().map_err(Error::wrap)?;
+    // SAFETY: the device is open.
+    #[allow(unsafe_code)]
+    unsafe {
+        let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
+        mem_pool::trim_to(pool, 0).map_err(Error::wrap)
+    }
+}
+
 /// Turns off events and keeps freed memory.
 fn prepare(candle: &CudaDevice) -> Result<()> {
     // SAFETY: the device has one stream, which orders all uses and frees.

@@ -12,8 +12,8 @@ use candle_grpo_kernels::{
     attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device,
     cuda_device_count, cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens,
     embedding, gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob,
-    rms_norm, rms_norm_gradient, rope, rope_angles, rope_gradient, scale_gradients,
-    squared_gradient_norms, swiglu, swiglu_gradient,
+    release_cuda_memory, rms_norm, rms_norm_gradient, rope, rope_angles, rope_gradient,
+    scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
 
@@ -248,6 +248,21 @@ fn a_device_has_free_memory() -> Result<()> {
     assert!(memory.free > 0 && memory.free <= memory.total, "{memory:?}");
     let _tensor = Tensor::zeros(1 << 20, DType::F32, device)?;
     assert_eq!(cuda_memory(device)?.total, memory.total);
+    Ok(())
+}
+
+#[test]
+fn tensors_stay_when_other_memory_is_released() -> Result<()> {
+    release_cuda_memory(&Device::Cpu)?;
+    let Ok(device) = cuda() else {
+        println!("skipped: no GPU");
+        return Ok(());
+    };
+    let kept = Tensor::arange(0f32, 100., device)?;
+    drop((&kept + 1.)?);
+    release_cuda_memory(device)?;
+    let expected: Vec<f32> = (0..100).map(|number| number as f32).collect();
+    assert_eq!(kept.to_vec1::<f32>()?, expected);
     Ok(())
 }
 

@@ -4,8 +4,9 @@
 //! errors therefore run in a child process.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
@@ -29,7 +30,11 @@ unsafe extern "C" {
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) -> c_int;
     fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
+    fn cuMemFree_v2(pointer: u64) -> c_int;
     fn cuMemFreeAsync(pointer: u64, stream: Handle) -> c_int;
+    fn cuIpcGetMemHandle(handle: *mut MemoryHandle, pointer: u64) -> c_int;
+    fn cuIpcOpenMemHandle_v2(pointer: *mut u64, handle: MemoryHandle, flags: c_uint) -> c_int;
+    fn cuIpcCloseMemHandle(pointer: u64) -> c_int;
     fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int;
@@ -74,6 +79,11 @@ unsafe extern "C" {
         algorithm: c_int,
     ) -> c_int;
 }
+
+/// `CUipcMemHandle`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MemoryHandle([u8; 64]);
 
 const INVALID_VALUE: c_int = 1;
 const INVALID_DEVICE: c_int = 101;
@@ -357,6 +367,90 @@ fn wrong_sizes_and_pointers_of_memory_are_refused() {
         assert_eq!(cuMemFreeAsync(freed, null_mut()), 0);
         assert_eq!(cuMemFreeAsync(freed, null_mut()), INVALID_VALUE);
     }
+}
+
+fn open_memory(handle: MemoryHandle, flags: c_uint) -> Result<u64, c_int> {
+    let mut pointer = 0;
+    // SAFETY: the pointer receives the address, and the driver checks the handle.
+    match unsafe { cuIpcOpenMemHandle_v2(&mut pointer, handle, flags) } {
+        0 => Ok(pointer),
+        error => Err(error),
+    }
+}
+
+/// The part of the other process: opens the memory, changes it, and waits before it closes it.
+fn open_in_child(text: &str) {
+    let byte = |place: usize| u8::from_str_radix(&text[2 * place..][..2], 16).unwrap();
+    let handle = MemoryHandle(std::array::from_fn(byte));
+    assert_eq!(open_memory(handle, 0), Err(INVALID_VALUE));
+    let opened = match open_memory(handle, 1) {
+        Ok(opened) => opened,
+        Err(error) => {
+            println!("error {error}");
+            return;
+        }
+    };
+    assert_eq!(download(opened, 3), Ok(vec![1., 2., 3.]));
+    assert_eq!(launch("add_one", 1, 2, &mut [opened, 2]), 0);
+    assert_eq!(download(opened, 4), Err(ILLEGAL_ADDRESS));
+    println!("open");
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+#[test]
+fn another_process_opens_memory() {
+    const HANDLE: &str = "DRIVER_TEST_HANDLE";
+    if let Ok(handle) = std::env::var(HANDLE) {
+        use_context();
+        return open_in_child(&handle);
+    }
+    use_context();
+    let numbers = [1f32, 2., 3.];
+    let (mut shared, mut handle) = (0, MemoryHandle([0; 64]));
+    // SAFETY: the pointers receive an address and a handle, and the driver checks addresses.
+    unsafe {
+        assert_eq!(cuIpcGetMemHandle(&mut handle, alloc(12)), INVALID_VALUE);
+        assert_eq!(cuMemAlloc_v2(&mut shared, 12), 0);
+        let from = numbers.as_ptr().cast();
+        assert_eq!(cuMemcpyHtoDAsync_v2(shared, from, 12, null_mut()), 0);
+        assert_eq!(cuIpcGetMemHandle(&mut handle, shared), 0);
+        assert_eq!(cuIpcCloseMemHandle(shared), INVALID_VALUE);
+    }
+    assert_eq!(open_memory(handle, 1), Err(INVALID_CONTEXT));
+    image();
+    let text: String = handle.0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let open = || {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "driver::another_process_opens_memory",
+                "--exact",
+                "--nocapture",
+            ])
+            .env(HANDLE, &text)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let is_answer = |line: &String| line.ends_with("open") || line.contains("error");
+        let said = lines.by_ref().map(Result::unwrap).find(is_answer);
+        (child, lines, said.unwrap_or_default())
+    };
+    let (mut child, lines, said) = open();
+    assert!(said.ends_with("open"), "{said}");
+    assert_eq!(download(shared, 3), Ok(vec![2., 3., 3.]));
+    // SAFETY: nothing uses the memory.
+    assert_eq!(unsafe { cuMemFree_v2(shared) }, INVALID_VALUE);
+    // Its end closes the memory.
+    drop(child.stdin.take());
+    lines.for_each(drop);
+    assert!(child.wait().unwrap().success());
+    // SAFETY: as above.
+    assert_eq!(unsafe { cuMemFree_v2(shared) }, 0);
+    let (mut child, lines, said) = open();
+    lines.for_each(drop);
+    assert!(said.ends_with(&format!("error {INVALID_HANDLE}")), "{said}");
+    assert!(child.wait().unwrap().success());
 }
 
 #[test]
