@@ -80,6 +80,7 @@ pub use candle_grpo_base::{Interrupted, Progress, find_invalid, progress};
 pub use candle_grpo_hub as hub;
 pub use candle_grpo_kernels::{
     DeviceMemory, cuda_device, cuda_device_count, cuda_is_enabled, cuda_memory, default_device,
+    release_cuda_memory,
 };
 pub use candle_grpo_nn::{ActivationCheckpointing, ComputeDType};
 pub use data::{Dataset, DatasetConfig, Prompt};

@@ -48,7 +48,14 @@ impl<C: ModelConfig> Collect<C> for Collector<C> {
         let scores = state.task_scores.as_ref();
         let groups = state.unfinished_groups.clone();
         let seconds = self.receive(weights, step)?;
-        self.draw(step, state.visited, scores, groups, (None, seconds))
+        let mut collection = self.draw(step, state.visited, scores, groups, (None, seconds))?;
+        let start = Instant::now();
+        if self.sampler.takes_weights() {
+            let mut turn = self.generator.lock();
+            turn.sleep(&**self.sampler.generator(), &*self.progress)?;
+        }
+        collection.seconds.sample += start.elapsed().as_secs_f64();
+        Ok(collection)
     }
 }
 
@@ -260,7 +267,7 @@ impl<C: ModelConfig> Collector<C> {
     fn kept(&self, weights: &PolicyWeights<'_, C>) -> Result<Option<Snapshot<C>>> {
         let rollout = &self.config.rollout;
         let reads_again = match rollout.weight_sync {
-            WeightSync::Nccl => true,
+            WeightSync::Nccl | WeightSync::Ipc => true,
             WeightSync::Auto => weights.adapters.is_none(),
             _ => false,
         };

@@ -87,6 +87,20 @@ impl Turn<'_> {
         Ok(())
     }
 
+    /// Lets `generator` release memory until it receives weights, if it does.
+    pub(super) fn sleep<C>(
+        &mut self,
+        generator: &dyn Generator<C>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let slept = generator.sleep(progress);
+        // After an error, some of its weights may be lost.
+        if !matches!(slept, Ok(false)) {
+            self.reset();
+        }
+        slept.map(drop)
+    }
+
     /// Clears the version, so that the generator receives the next weights.
     pub(super) fn reset(&mut self) {
         *self.0 = None;

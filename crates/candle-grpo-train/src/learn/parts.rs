@@ -182,6 +182,16 @@ impl<C: ModelConfig> TrainerParts<C> {
                 format!("be false with {world_size} processes, each of which ends its own part");
             check(world_size == 1 || !continues, name, continues, &must)?;
         }
+        let must = format!(
+            "be false with {world_size} processes, of which the server waits for one to release memory"
+        );
+        let sleeps = rollout.sleep_mode;
+        check(
+            world_size == 1 || !sleeps,
+            "rollout.sleep_mode",
+            sleeps,
+            &must,
+        )?;
         let teams = self.config.sequence_ranks;
         let must = format!("divide the number of processes, {world_size}");
         // The settings refuse 0.

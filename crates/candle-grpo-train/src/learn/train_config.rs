@@ -422,13 +422,14 @@ impl TrainConfig {
             self.rollout.max_staleness,
             "be 0 without recipe.policy_loss.rollout_correction, which corrects for older weights",
         )?;
-        let keeps_adapters =
-            self.adapters.is_some() && self.rollout.weight_sync == WeightSync::Auto;
+        let keeps_adapters = self.adapters.is_some()
+            && self.rollout.weight_sync == WeightSync::Auto
+            && !self.rollout.sleep_mode;
         check::check(
             !self.rollout.check_weights || !keeps_adapters,
             "rollout.check_weights",
             true,
-            "be false with adapters, unless rollout.weight_sync is disk or nccl",
+            "be false with adapters, unless rollout.weight_sync is disk, nccl or ipc",
         )?;
         check::check(
             !self.rollout.partial || self.recipe.policy_loss.rollout_correction.is_some(),
@@ -611,9 +612,9 @@ impl TrainConfig {
             "be 0 with sharding: full, because a thread that samples ahead copies all weights",
         )?;
         check::check(
-            self.rollout.weight_sync != WeightSync::Nccl,
+            !self.rollout.weight_sync.is_from_gpu(),
             "rollout.weight_sync",
-            "nccl",
+            Name(&self.rollout.weight_sync),
             "be auto or disk with sharding: full: a rank has only its part of the weights",
         )?;
         if let Some(dtype) = self.own_rollout_dtype() {

@@ -17,7 +17,8 @@ use candle_grpo_nn::ComputeDType;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WeightSync {
-    /// `adapter` if adapters train. Otherwise `nccl` where it works, and `disk` elsewhere.
+    /// `adapter` if adapters train. Otherwise `ipc` or `nccl` where one works, and `disk`
+    /// elsewhere.
     #[default]
     Auto,
     /// The adapters as a PEFT directory.
@@ -26,8 +27,17 @@ pub enum WeightSync {
     Disk,
     /// All weights over NCCL, with adapters merged.
     Nccl,
+    /// All weights from memory of the GPU that the server shares, with adapters merged.
+    Ipc,
     /// Never: the engine is a fixed policy.
     None,
+}
+
+impl WeightSync {
+    /// Returns true if the weights must come from a GPU.
+    pub(crate) fn is_from_gpu(self) -> bool {
+        matches!(self, Self::Nccl | Self::Ipc)
+    }
 }
 
 /// Rollout settings.
@@ -87,14 +97,19 @@ pub struct RolloutConfig {
     /// Maximum concurrent requests, over all servers. A request is one completion.
     pub max_inflight: usize,
     /// Weight transfer to the engine: `adapter` (a PEFT directory), `disk` (a
-    /// Hugging Face directory), `nccl` (from GPU to GPU, with adapters merged), `none` (never: the
-    /// engine is a fixed policy), or `auto` (`adapter` if adapters train; otherwise `nccl` if the
-    /// policy is on a GPU, grpo has the feature `nccl` and vLLM was started for it; otherwise
-    /// `disk`).
+    /// Hugging Face directory), `nccl` (from GPU to GPU, with adapters merged), `ipc` (on the GPU
+    /// that the policy shares with the server, with adapters merged), `none` (never: the engine is
+    /// a fixed policy), or `auto` (`adapter` if adapters train; otherwise `ipc` or `nccl` if the
+    /// policy is on a GPU, grpo has the feature `cuda` or `nccl`, and vLLM was started for it;
+    /// otherwise `disk`).
     pub weight_sync: WeightSync,
     /// Directory for the weights, which the servers must see under the same path. Absent:
     /// `weights` in the run directory.
     pub weight_sync_folder: Option<PathBuf>,
+    /// If true, the server sleeps while the policy trains, on the same GPU: it gives up the memory
+    /// of its weights and its cache, and receives all weights again before it samples. Needs
+    /// engine `vllm`, started with `--enable-sleep-mode`, and `max_staleness` 0.
+    pub sleep_mode: bool,
     /// If true, the checksums of the server's weights are compared with the transferred ones after
     /// each transfer. This finds a single wrong weight after the first transfer, and reads all
     /// weights once more on both sides. Needs engine `vllm`, and whole weights.
@@ -142,6 +157,7 @@ impl Default for RolloutConfig {
             max_inflight: 64,
             weight_sync: WeightSync::Auto,
             weight_sync_folder: None,
+            sleep_mode: false,
             check_weights: false,
             weight_sync_steps: 1,
             max_staleness: 0,
@@ -208,10 +224,11 @@ impl RolloutConfig {
             let must = format!("be false with weight_sync {sync}");
             let whole = matches!(
                 self.weight_sync,
-                WeightSync::Auto | WeightSync::Disk | WeightSync::Nccl
+                WeightSync::Auto | WeightSync::Disk | WeightSync::Nccl | WeightSync::Ipc
             );
             check(whole, "check_weights", true, &must)?;
         }
+        self.validate_sleep_mode()?;
         if self.engine.is_local() {
             let none = self.base_url.is_empty();
             let must = "be absent with engine local, which needs no server";
@@ -239,9 +256,15 @@ impl RolloutConfig {
             let must = "be the root of the server, without /v1";
             check(!root(url).ends_with("/v1"), &field, &value, must)?;
         }
-        if self.weight_sync == WeightSync::Nccl && self.engine.loads_weights() {
+        if self.weight_sync.is_from_gpu() && self.engine.loads_weights() {
             let must = format!("be auto, adapter or disk with engine {engine}: only vllm joins");
-            check(self.engine == Engine::Vllm, "weight_sync", "nccl", &must)?;
+            let valid = self.engine == Engine::Vllm;
+            check(valid, "weight_sync", Name(&self.weight_sync), &must)?;
+        }
+        if self.weight_sync == WeightSync::Ipc {
+            let servers = format!("{} servers", self.base_url.len());
+            let must = "be one with weight_sync ipc: it shares the GPU of the policy";
+            check(self.base_url.len() == 1, "base_url", servers, must)?;
         }
         if !self.engine.loads_weights() {
             let takes = matches!(self.weight_sync, WeightSync::Auto | WeightSync::None);
@@ -249,6 +272,31 @@ impl RolloutConfig {
             check(takes, "weight_sync", sync, &must)?;
         }
         Ok(())
+    }
+
+    fn validate_sleep_mode(&self) -> Result<()> {
+        if !self.sleep_mode {
+            return Ok(());
+        }
+        let (engine, sync) = (Name(&self.engine), Name(&self.weight_sync));
+        let must = format!("be false with engine {engine}: only vllm sleeps");
+        check(self.engine == Engine::Vllm, "sleep_mode", true, &must)?;
+        let refused = match self.weight_sync {
+            WeightSync::Auto | WeightSync::Disk | WeightSync::Ipc => None,
+            WeightSync::Adapter => Some("which leaves out the weights that the server loses"),
+            WeightSync::Nccl => Some("which needs a GPU of its own for the server"),
+            WeightSync::None => Some("after which the server has no weights"),
+        };
+        if let Some(reason) = refused {
+            let must = format!("be false with weight_sync {sync}, {reason}");
+            check(false, "sleep_mode", true, &must)?;
+        }
+        let must =
+            "be false with in_flight_updates, for which the server samples while the policy trains";
+        check(!self.in_flight_updates, "sleep_mode", true, must)?;
+        let must = "be false with max_staleness above 0, for which the server samples while the policy trains";
+        let alternates = self.max_staleness == 0;
+        Ok(check(alternates, "sleep_mode", true, must)?)
     }
 
     /// Returns true if a step may train on tokens from older weights than its own.
@@ -327,6 +375,7 @@ impl RolloutConfig {
             ("max_staleness", self.max_staleness == plain.max_staleness),
             ("partial", self.partial == plain.partial),
             ("check_weights", self.check_weights == plain.check_weights),
+            ("sleep_mode", self.sleep_mode == plain.sleep_mode),
             (
                 "max_continuations",
                 self.max_continuations == plain.max_continuations,
@@ -347,10 +396,10 @@ impl RolloutConfig {
     ///
     /// # Errors
     ///
-    /// Fails if [`Self::weight_sync`] is [`WeightSync::Nccl`] on the CPU.
+    /// Fails if [`Self::weight_sync`] is [`WeightSync::Nccl`] or [`WeightSync::Ipc`] on the CPU.
     pub fn validate_weight_sync(&self, on_gpu: bool) -> Result<()> {
         let must = "be auto, adapter or disk with a policy on the CPU";
-        let can = on_gpu || self.weight_sync != WeightSync::Nccl;
+        let can = on_gpu || !self.weight_sync.is_from_gpu();
         Ok(check(can, "weight_sync", Name(&self.weight_sync), must)?)
     }
 
@@ -428,6 +477,48 @@ mod tests {
             (
                 error(|c| (c.engine, c.weight_sync) = (Engine::Sglang, WeightSync::Nccl)),
                 "weight_sync: nccl, must be auto, adapter or disk with engine sglang: only vllm joins",
+            ),
+            (
+                error(|c| (c.engine, c.weight_sync) = (Engine::Sglang, WeightSync::Ipc)),
+                "weight_sync: ipc, must be auto, adapter or disk with engine sglang: only vllm joins",
+            ),
+            (
+                error(|c| {
+                    c.weight_sync = WeightSync::Ipc;
+                    c.base_url.push("http://localhost:8001".to_owned());
+                }),
+                "base_url: 2 servers, must be one with weight_sync ipc: it shares the GPU of the policy",
+            ),
+            (
+                error(|c| (c.engine, c.sleep_mode) = (Engine::Sglang, true)),
+                "sleep_mode: true, must be false with engine sglang: only vllm sleeps",
+            ),
+            (
+                error(|c| (c.engine, c.sleep_mode) = (Engine::Local, true)),
+                "sleep_mode: true, must be false with engine local: only vllm sleeps",
+            ),
+            (
+                error(|c| (c.weight_sync, c.sleep_mode) = (WeightSync::Adapter, true)),
+                "sleep_mode: true, must be false with weight_sync adapter, which leaves out the weights that the server loses",
+            ),
+            (
+                error(|c| (c.weight_sync, c.sleep_mode) = (WeightSync::Nccl, true)),
+                "sleep_mode: true, must be false with weight_sync nccl, which needs a GPU of its own for the server",
+            ),
+            (
+                error(|c| (c.weight_sync, c.sleep_mode) = (WeightSync::None, true)),
+                "sleep_mode: true, must be false with weight_sync none, after which the server has no weights",
+            ),
+            (
+                error(|c| (c.max_staleness, c.sleep_mode) = (1, true)),
+                "sleep_mode: true, must be false with max_staleness above 0, for which the server samples while the policy trains",
+            ),
+            (
+                error(|c| {
+                    (c.max_staleness, c.in_flight_updates) = (1, true);
+                    c.sleep_mode = true;
+                }),
+                "sleep_mode: true, must be false with in_flight_updates, for which the server samples while the policy trains",
             ),
             (
                 error(|c| c.engine = Engine::Local),

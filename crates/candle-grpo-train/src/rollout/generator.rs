@@ -102,6 +102,21 @@ pub trait Generator<C = DecoderConfig>: Send + Sync {
         Ok(())
     }
 
+    /// Releases memory until the next call to [`Self::weights_changed`]. A trainer calls it after
+    /// the completions of each step, before the policy trains, unless completions are sampled
+    /// ahead. Returns whether the weights are lost: [`Self::weights_changed`] then follows before
+    /// the next completion, even if the policy has not changed. By default, nothing is released. A
+    /// wrapper returns the inner generator's answer.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the memory cannot be released, or with [`Interrupted`](crate::Interrupted) after
+    /// `progress` cancels.
+    fn sleep(&self, progress: &dyn Progress) -> Result<bool> {
+        let _ = progress;
+        Ok(false)
+    }
+
     /// Returns true if completions are sampled from the policy's own parameters, which change in
     /// place while the policy trains. Such a generator cannot sample ahead
     /// ([`RolloutConfig::max_staleness`](super::RolloutConfig::max_staleness)). A wrapper returns

@@ -109,6 +109,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("vllm_mode", "rollout.engine"),
     ("max_inflight_tasks", "rollout.max_inflight"),
     ("async_generation_ratio", "rollout.max_staleness"),
+    ("vllm_enable_sleep_mode", "rollout.sleep_mode"),
+    ("free_cache_engine", "rollout.sleep_mode"),
     ("trigger_parameter_sync_step", "rollout.weight_sync_steps"),
     ("staleness_threshold", "rollout.max_staleness"),
     ("partial_rollout", "rollout.partial"),

@@ -707,7 +707,7 @@ impl RunConfig {
     /// # Errors
     ///
     /// Returns an error with the key's line if `rollout.max_staleness` is above 0 with a local
-    /// engine on a GPU, or if `rollout.weight_sync` is `nccl` on the CPU.
+    /// engine on a GPU, or if `rollout.weight_sync` is `nccl` or `ipc` on the CPU.
     pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
         let rollout = &self.train.rollout;
         let checked = if rollout.engine.is_local() {

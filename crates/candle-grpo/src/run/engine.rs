@@ -7,7 +7,7 @@ use anyhow::Result;
 #[cfg(feature = "engines")]
 use candle_core::Device;
 #[cfg(feature = "engines")]
-use candle_grpo_collective::TransferTransport;
+use candle_grpo_collective::{SharedMemory, TransferTransport};
 use candle_grpo_train::rollout::{AdapterEngine, RolloutConfig};
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig, TrainConfig};
 
@@ -20,7 +20,7 @@ use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig, TrainConf
 /// # Errors
 ///
 /// As in `ServerGenerator::new`, if this program was built without the feature `engines`, or if
-/// `rollout.weight_sync` is `nccl` and weights cannot go over NCCL.
+/// `rollout.weight_sync` is `nccl` or `ipc` and weights cannot go that way.
 pub fn engine(
     train: &TrainConfig,
     sampling: &SamplingConfig,
@@ -46,7 +46,11 @@ pub fn engine(
         let prompts: Vec<Vec<u32>> = prompts.collect();
         let mut generator = generator.with_probe_prompts(&prompts);
         if config.engine == Engine::Vllm {
-            generator = generator.with_transport(transport(pretrained.parameters.device()))?;
+            let device = pretrained.parameters.device();
+            generator = generator.with_transport(transport(device))?;
+            if let [_] = &config.base_url[..] {
+                generator = generator.with_shared_memory(shared_memory(device))?;
+            }
         }
         Ok(Some(if log_probs {
             Arc::new(generator)
@@ -98,5 +102,21 @@ fn transport(device: &Device) -> candle_core::Result<Arc<dyn TransferTransport>>
     #[cfg(not(feature = "nccl"))]
     {
         candle_core::bail!("this program was built without the feature nccl")
+    }
+}
+
+/// Creates the memory of the policy's `device` that a server on it can read.
+#[cfg(feature = "engines")]
+fn shared_memory(device: &Device) -> candle_core::Result<Arc<dyn SharedMemory>> {
+    if !device.is_cuda() {
+        candle_core::bail!("the policy is not on an NVIDIA GPU");
+    }
+    #[cfg(feature = "cuda")]
+    {
+        Ok(Arc::new(candle_grpo_collective::CudaIpc::new(device)?))
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        candle_core::bail!("this program was built without the feature cuda")
     }
 }

@@ -71,6 +71,8 @@ impl ServerAdapters {
         let is_adapter = matches!(sync, WeightSync::Auto | WeightSync::Adapter);
         let must = "be auto or adapter";
         check(is_adapter, "weight_sync", Name(&sync), must)?;
+        let must = "be false, as the servers sample from adapters at any time";
+        check(!config.sleep_mode, "sleep_mode", true, must)?;
         // Servers keep the adapters of a process that was killed, with their names.
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_micros();
         let (unloads, unloaded) = channel();

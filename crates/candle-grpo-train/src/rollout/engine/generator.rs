@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::validate::check;
+use candle_grpo_core::validate::{Name, check};
 use candle_grpo_nn::{CheckpointForm, ComputeDType};
 
 use super::draw::{Job, aborted, draw};
@@ -23,7 +23,7 @@ use crate::rollout::{
 };
 use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 use candle_grpo_base::workers::Workers;
-use candle_grpo_collective::TransferTransport;
+use candle_grpo_collective::{SharedMemory, TransferTransport};
 use candle_grpo_hub::http::api_key;
 
 /// Samples completions from vLLM or SGLang servers, or from servers with OpenAI's API.
@@ -58,10 +58,12 @@ pub struct ServerGenerator {
     weight_dtype: ComputeDType,
     /// An error says why servers cannot receive weights from memory. `None` if it was not set.
     transport: Option<Result<(), String>>,
+    /// The same for memory that servers on the policy's GPU can read.
+    shared_memory: Option<Result<(), String>>,
     /// The limit for messages with weights from memory, in bytes.
     message: usize,
-    /// True if whole weights come from memory with [`WeightSync::Auto`], once that is known.
-    auto: OnceLock<bool>,
+    /// The form of whole weights with [`WeightSync::Auto`], once that is known.
+    auto: OnceLock<WeightFormat>,
     /// The last weights from memory.
     live: Mutex<Option<Arc<LiveWeights>>>,
     prober: Prober,
@@ -177,6 +179,7 @@ impl ServerGenerator {
             form: None,
             weight_dtype: ComputeDType::F32,
             transport: None,
+            shared_memory: None,
             message: MESSAGE,
             auto: OnceLock::new(),
             live: Mutex::new(None),
@@ -231,15 +234,39 @@ impl ServerGenerator {
         }
         let set = set.map(drop);
         if self.weight_sync == WeightSync::Nccl {
-            require_transport(Some(&set))?;
+            require_memory(self.weight_sync, Some(&set))?;
         }
         self.transport = Some(set);
         Ok(self)
     }
 
+    /// Sets the memory that a server on the policy's GPU can open to read whole weights, or the
+    /// error that explains why there is none. vLLM supports it.
+    ///
+    /// With [`WeightSync::Auto`], it is used if the server was started for it.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`WeightSync::Ipc`] if there is no such memory.
+    pub fn with_shared_memory(
+        mut self,
+        memory: candle_core::Result<Arc<dyn SharedMemory>>,
+    ) -> Result<Self> {
+        let set = memory.map_err(|error| error.to_string());
+        if let Ok(memory) = &set {
+            self.servers.set_shared_memory(memory, self.message);
+        }
+        let set = set.map(drop);
+        if self.weight_sync == WeightSync::Ipc {
+            require_memory(self.weight_sync, Some(&set))?;
+        }
+        self.shared_memory = Some(set);
+        Ok(self)
+    }
+
     /// Sets the size in bytes from which a message with weights is sent, by default 256 MiB. This
     /// process needs as much memory on its device for each server, and a server twice as much. Call
-    /// it before [`Self::with_transport`].
+    /// it before [`Self::with_transport`] and [`Self::with_shared_memory`].
     #[must_use]
     pub fn with_message_bytes(mut self, bytes: usize) -> Self {
         self.message = bytes;
@@ -286,55 +313,91 @@ impl ServerGenerator {
         weights: &PolicyWeights<'_>,
         progress: &dyn Progress,
     ) -> Result<Option<WeightFormat>> {
-        Ok(match (self.weight_sync, weights.adapters) {
-            (WeightSync::None, _) => None,
-            (WeightSync::Adapter, _) | (WeightSync::Auto, Some(_)) => Some(WeightFormat::Adapter),
-            (WeightSync::Disk, _) => Some(WeightFormat::Disk),
-            (WeightSync::Nccl, _) => {
-                ensure!(
-                    !weights.parameters.is_full(),
-                    "rollout.weight_sync: nccl, must be auto or disk where ranks divide all weights"
-                );
-                require_transport(self.transport.as_ref())?;
-                Some(WeightFormat::Memory)
+        let in_memory = |format, set: &Option<Result<(), String>>| {
+            ensure!(
+                !weights.parameters.is_full(),
+                "rollout.weight_sync: {}, must be auto or disk where ranks divide all weights",
+                Name(&self.weight_sync)
+            );
+            require_memory(self.weight_sync, set.as_ref())?;
+            Ok(Some(format))
+        };
+        match (self.weight_sync, weights.adapters) {
+            (WeightSync::None, _) => Ok(None),
+            (WeightSync::Adapter, _) => Ok(Some(WeightFormat::Adapter)),
+            // A server that sleeps loses the weights under the adapters, too.
+            (WeightSync::Auto, Some(_)) if !self.servers.sleep_mode => {
+                Ok(Some(WeightFormat::Adapter))
             }
-            (WeightSync::Auto, None) if self.can_use_memory(weights, progress)? => {
-                Some(WeightFormat::Memory)
-            }
-            (WeightSync::Auto, None) => Some(WeightFormat::Disk),
-        })
+            (WeightSync::Disk, _) => Ok(Some(WeightFormat::Disk)),
+            (WeightSync::Nccl, _) => in_memory(WeightFormat::Memory, &self.transport),
+            (WeightSync::Ipc, _) => in_memory(WeightFormat::SharedMemory, &self.shared_memory),
+            (WeightSync::Auto, _) => self.whole_format(weights, progress).map(Some),
+        }
     }
 
-    /// Returns whether all servers that are up can receive weights from memory. The first call
-    /// connects to them, and logs the reason if one cannot.
-    fn can_use_memory(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<bool> {
-        if let Some(can) = self.auto.get() {
-            return Ok(*can);
+    /// Returns the form in which all servers that are up can receive whole weights. The first call
+    /// finds it, and logs the reason.
+    fn whole_format(
+        &self,
+        weights: &PolicyWeights<'_>,
+        progress: &dyn Progress,
+    ) -> Result<WeightFormat> {
+        if let Some(format) = self.auto.get() {
+            return Ok(*format);
         }
-        let joined = match &self.transport {
-            None => return Ok(false),
-            Some(Err(reason)) => Err(reason.clone()),
-            Some(Ok(())) if weights.parameters.is_full() => {
-                Err("ranks divide all weights".to_owned())
+        // A server is started for one of them. NCCL needs a GPU for each process, so a server that
+        // shares that of the policy does not use it.
+        let ways = [
+            ("CUDA IPC", WeightFormat::SharedMemory, &self.shared_memory),
+            ("NCCL", WeightFormat::Memory, &self.transport),
+        ];
+        let sleeps = self.servers.sleep_mode;
+        let ways = ways
+            .into_iter()
+            .filter(|(_, format, _)| !sleeps || *format == WeightFormat::SharedMemory);
+        let mut reasons = Vec::new();
+        for (name, format, set) in ways {
+            let joined = match set {
+                None => continue,
+                Some(Err(reason)) => Err(reason.clone()),
+                Some(Ok(())) if weights.parameters.is_full() => {
+                    Err("ranks divide all weights".to_owned())
+                }
+                Some(Ok(())) => self.join(format, progress)?,
+            };
+            match joined {
+                Ok(()) => {
+                    tracing::info!("rollout.weight_sync: the servers receive weights over {name}");
+                    return Ok(*self.auto.get_or_init(|| format));
+                }
+                Err(reason) => reasons.push(format!("not over {name}: {reason}")),
             }
-            Some(Ok(())) => {
-                self.servers.wait(progress)?.ok_or(Interrupted)?;
-                let (sender, joined) = channel();
-                let servers = Arc::clone(&self.servers);
-                thread::Builder::new()
-                    .name("engine".to_owned())
-                    .spawn(move || sender.send(servers.join()))
-                    .context("starting a thread")?;
-                prober::receive(&joined, progress)?
-            }
-        };
-        if let Err(reason) = &joined {
+        }
+        if !reasons.is_empty() {
             tracing::info!(
-                "rollout.weight_sync: the servers read weights from {}, not over NCCL: {reason}",
-                self.folder.display()
+                "rollout.weight_sync: the servers read weights from {}, {}",
+                self.folder.display(),
+                reasons.join("; ")
             );
         }
-        Ok(*self.auto.get_or_init(|| joined.is_ok()))
+        Ok(*self.auto.get_or_init(|| WeightFormat::Disk))
+    }
+
+    /// Connects to the servers for weights in `format`. The inner error says why one cannot.
+    fn join(
+        &self,
+        format: WeightFormat,
+        progress: &dyn Progress,
+    ) -> Result<std::result::Result<(), String>> {
+        self.servers.wait(progress)?.ok_or(Interrupted)?;
+        let (sender, joined) = channel();
+        let servers = Arc::clone(&self.servers);
+        thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || sender.send(servers.join(format)))
+            .context("starting a thread")?;
+        prober::receive(&joined, progress)
     }
 
     /// Returns the last weights from memory.
@@ -400,6 +463,10 @@ impl Generator for ServerGenerator {
         if let Some(partial) = &batch.partial {
             partial.validate(batch.prompts, self.vocab_size)?;
         }
+        ensure!(
+            !self.servers.are_asleep(),
+            "rollout.sleep_mode: the servers sleep, and must receive weights before they sample"
+        );
         // The policy does not train meanwhile, so a server that has lost its weights can get them.
         let _lent = self.lend();
         let jobs = jobs(batch);
@@ -450,16 +517,18 @@ impl Generator for ServerGenerator {
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        self.servers.set_device(weights.parameters.device());
         let Some(format) = self.format(weights, progress)? else {
             return self.prober.probe_fixed(progress);
         };
-        let written = if format == WeightFormat::Memory {
-            let (form, dtype) = (self.form.clone(), self.weight_dtype.into());
-            let live = Arc::new(LiveWeights::new(weights, form, dtype));
-            *self.live() = Some(Arc::clone(&live));
-            EngineWeights::in_memory(weights.version, live)
-        } else {
-            self.write(weights, format)?
+        let written = match format {
+            WeightFormat::Memory | WeightFormat::SharedMemory => {
+                let (form, dtype) = (self.form.clone(), self.weight_dtype.into());
+                let live = Arc::new(LiveWeights::new(weights, form, dtype));
+                *self.live() = Some(Arc::clone(&live));
+                EngineWeights::in_memory(weights.version, format, live)
+            }
+            WeightFormat::Adapter | WeightFormat::Disk => self.write(weights, format)?,
         };
         let _lent = self.lend();
         self.prober.transfer(weights, written, progress)?;
@@ -470,20 +539,25 @@ impl Generator for ServerGenerator {
         }
     }
 
+    fn sleep(&self, progress: &dyn Progress) -> Result<bool> {
+        Ok(self.servers.sleep(progress)?.ok_or(Interrupted)?)
+    }
+
     fn serves_all_ranks(&self) -> bool {
         true
     }
 }
 
-/// Checks that servers may receive weights from memory.
-fn require_transport(transport: Option<&Result<(), String>>) -> Result<()> {
-    let reason = match transport {
+/// Checks that servers may receive weights from memory with `sync`.
+fn require_memory(sync: WeightSync, set: Option<&Result<(), String>>) -> Result<()> {
+    let reason = match set {
         Some(Ok(())) => return Ok(()),
         Some(Err(reason)) => reason,
+        None if sync == WeightSync::Ipc => "this program sets no shared memory",
         None => "this program sets no transport",
     };
     let must = format!("be auto, adapter or disk: {reason}");
-    Ok(check(false, "rollout.weight_sync", "nccl", &must)?)
+    Ok(check(false, "rollout.weight_sync", Name(&sync), &must)?)
 }
 
 /// Ends a completion at its first stop token or stop string, which some servers ignore, and sets
@@ -549,6 +623,7 @@ fn append(begun: Option<Completion>, later: Completion) -> Completion {
 
 impl Drop for ServerGenerator {
     fn drop(&mut self) {
+        self.servers.leave();
         // If a server cannot read its weights, it may be lost.
         if self.servers.close()
             && let Some(folder) = self.written().as_mut()

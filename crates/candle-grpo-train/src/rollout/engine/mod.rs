@@ -11,6 +11,7 @@
 mod adapters;
 mod draw;
 mod generator;
+mod ipc_handles;
 mod live_weights;
 mod openai;
 mod packing;
@@ -19,9 +20,12 @@ mod prober;
 mod protocol;
 mod servers;
 mod sglang;
+mod sleep;
 mod teacher;
 mod transfer;
 mod vllm;
+mod vllm_ipc;
+mod vllm_nccl;
 mod vllm_transfer;
 mod weight_check;
 mod weights;
@@ -30,8 +34,8 @@ pub use adapters::ServerAdapters;
 pub use generator::ServerGenerator;
 pub use openai::OpenAi;
 pub use protocol::{
-    Call, Checksums, DrawRequest, Drawn, End, Failure, Protocol, ScoreRequest, Scored, ServedModel,
-    Server,
+    Call, Checksums, DrawRequest, Drawn, End, Failure, Part, Protocol, ScoreRequest, Scored,
+    ServedModel, Server,
 };
 pub use sglang::Sglang;
 pub use teacher::ServerTeacher;

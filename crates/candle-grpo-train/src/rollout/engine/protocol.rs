@@ -11,7 +11,8 @@ use candle_grpo_base::json;
 use serde_json::Value;
 
 use super::transfer::Transfer;
-use super::weights::EngineWeights;
+use super::vllm_ipc::Sharing;
+use super::weights::{EngineWeights, WeightFormat};
 use crate::SamplingConfig;
 use crate::excerpt::excerpt;
 use candle_grpo_hub::http::{JsonClient, Limits, RequestFailure};
@@ -155,17 +156,51 @@ pub trait Protocol: Send + Sync {
         Ok(())
     }
 
-    /// Connects to the server's processes, which then receive weights in
-    /// [`WeightFormat::Memory`](super::WeightFormat::Memory). Called once the server is healthy, to
-    /// find out whether it can. By default, servers load weights from a directory only.
+    /// Connects to the server's processes, which then receive weights in `format`:
+    /// [`WeightFormat::Memory`] or [`WeightFormat::SharedMemory`]. Called once the server is
+    /// healthy, to find out whether it can. By default, servers load weights from a directory only.
     ///
     /// # Errors
     ///
     /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
     /// not answer, or if its processes do not connect in time.
-    fn join(&self, server: &Server) -> Result<(), Failure> {
-        let _ = server;
+    fn join(&self, server: &Server, format: WeightFormat) -> Result<(), Failure> {
+        let _ = (server, format);
         let message = "servers of this kind load weights from a directory only";
+        Err(Failure::Unsupported(message.to_owned()))
+    }
+
+    /// Ends the connection to a server that has received weights from memory. The server is not
+    /// waited for any longer than for a health check, and a failure is no error. By default,
+    /// nothing is sent.
+    fn leave(&self, server: &Server) {
+        let _ = server;
+    }
+
+    /// Lets the server give up the memory of its weights and of its keys and values. No completion
+    /// is sampled before it has [woken](Self::wake) and has weights again. Also called for a server
+    /// that sleeps. By default, servers do not sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Unsupported`] if this kind of server cannot do it. Also fails if the server does
+    /// not answer.
+    fn sleep(&self, server: &Server) -> Result<(), Failure> {
+        let _ = server;
+        let message = "servers of this kind do not sleep";
+        Err(Failure::Unsupported(message.to_owned()))
+    }
+
+    /// Lets a sleeping server take memory for the weights, before [`Self::load`], or for keys and
+    /// values, after it. Also called for a server that is awake, in which nothing changes.
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`Self::sleep`], and if the server has no memory or does not wake
+    /// up.
+    fn wake(&self, server: &Server, part: Part) -> Result<(), Failure> {
+        let _ = (server, part);
+        let message = "servers of this kind do not sleep";
         Err(Failure::Unsupported(message.to_owned()))
     }
 
@@ -205,6 +240,15 @@ pub trait Protocol: Send + Sync {
     ///
     /// Fails if the server does not answer.
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure>;
+}
+
+/// A part of a server's memory that it gives up while it sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// The weights.
+    Weights,
+    /// Keys and values. A server with both parts is awake.
+    Cache,
 }
 
 /// SHA-256 checksums in hexadecimal digits, by the name of the weight.
@@ -421,6 +465,10 @@ pub struct Server {
     pub(super) model: OnceLock<ServedModel>,
     /// The group over which its processes can receive weights.
     pub(super) transfer: OnceLock<Transfer>,
+    /// The memory in which it can read weights.
+    pub(super) sharing: OnceLock<Sharing>,
+    /// True if it sleeps while the policy trains.
+    pub(super) sleeps: bool,
 }
 
 impl Server {
@@ -492,6 +540,14 @@ impl Server {
     pub(super) fn transfer(&self) -> Result<&Transfer, Failure> {
         self.transfer.get().ok_or_else(|| {
             let message = "this program has no connection to the processes of servers";
+            Failure::Unsupported(message.to_owned())
+        })
+    }
+
+    /// Returns the memory in which the server can read weights.
+    pub(super) fn sharing(&self) -> Result<&Sharing, Failure> {
+        self.sharing.get().ok_or_else(|| {
+            let message = "this program shares no memory of a GPU";
             Failure::Unsupported(message.to_owned())
         })
     }

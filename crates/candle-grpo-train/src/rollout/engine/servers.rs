@@ -10,14 +10,18 @@ use anyhow::{Result, bail, ensure};
 
 use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
+use super::sleep::Asleep;
 use super::transfer::Transfer;
+use super::vllm_ipc::Sharing;
 use super::weight_check::WeightCheck;
 use super::weights::{EngineWeights, WeightFormat};
 use crate::Progress;
 use crate::rollout::RolloutConfig;
+use candle_core::Device;
 use candle_grpo_base::clock::running_time;
 use candle_grpo_base::workers::{POLL, Workers};
-use candle_grpo_collective::TransferTransport;
+use candle_grpo_collective::{SharedMemory, TransferTransport};
+use candle_grpo_core::validate::Name;
 use candle_grpo_hub::http::{JsonClient, backoff, pause};
 
 /// Wait before a server is asked again to end its requests.
@@ -37,6 +41,12 @@ pub(super) struct Servers {
     pub(super) section: &'static str,
     served_model_name: Option<String>,
     server_timeout: Duration,
+    /// The setting of the transfer, for errors.
+    weight_sync: String,
+    /// True if the servers sleep while the policy trains.
+    pub(super) sleep_mode: bool,
+    /// The policy's device, on which the servers that sleep have their memory.
+    device: OnceLock<Device>,
     /// The comparison of their weights with the transferred ones.
     weight_check: Option<WeightCheck>,
     state: Mutex<State>,
@@ -53,6 +63,8 @@ struct State {
     waiting_since: Option<Duration>,
     /// True if no server may start loading weights, because their directory may be removed.
     is_closed: bool,
+    /// True if the servers sleep, and have no weights.
+    is_asleep: bool,
 }
 
 struct ServerState {
@@ -117,6 +129,8 @@ impl Servers {
             timeout: Duration::from_secs_f64(config.request_timeout),
             model: OnceLock::new(),
             transfer: OnceLock::new(),
+            sharing: OnceLock::new(),
+            sleeps: config.sleep_mode,
         });
         let list: Vec<Server> = servers.collect();
         let down = || ServerState {
@@ -141,11 +155,15 @@ impl Servers {
                 generation: 0,
                 waiting_since: None,
                 is_closed: false,
+                is_asleep: false,
             }),
             weight_check: config.check_weights.then(|| WeightCheck::new(list.len())),
             list,
             served_model_name: config.served_model_name.clone(),
             server_timeout: Duration::from_secs_f64(config.server_timeout),
+            weight_sync: format!("weight_sync: {}", Name(&config.weight_sync)),
+            sleep_mode: config.sleep_mode,
+            device: OnceLock::new(),
             changed: Condvar::new(),
         }
     }
@@ -159,14 +177,28 @@ impl Servers {
         }
     }
 
-    /// Connects to the processes of all servers that are up. Returns the reason if one cannot
-    /// connect, and leaves the others, too.
-    pub(super) fn join(&self) -> std::result::Result<(), String> {
+    /// Lets the servers read weights from `memory`, in messages of about `message` bytes.
+    pub(super) fn set_shared_memory(&self, memory: &Arc<dyn SharedMemory>, message: usize) {
+        for server in &self.list {
+            let _ = server
+                .sharing
+                .set(Sharing::new(Arc::clone(memory), message));
+        }
+    }
+
+    /// Sets the policy's device.
+    pub(super) fn set_device(&self, device: &Device) {
+        let _ = self.device.set(device.clone());
+    }
+
+    /// Connects to the processes of all servers that are up, for weights in `format`. Returns the
+    /// reason if one cannot connect, and leaves the others, too.
+    pub(super) fn join(&self, format: WeightFormat) -> std::result::Result<(), String> {
         let up = |index: usize| self.lock().servers[index].is_up();
         let up = (0..self.list.len()).filter(|&index| up(index));
         let mut servers = up.map(|index| &self.list[index]);
         let joined = servers.try_for_each(|server| {
-            let joined = self.protocol.join(server);
+            let joined = self.protocol.join(server, format);
             joined.map_err(|failure| format!("{}: {failure}", server.url))
         });
         if joined.is_err() {
@@ -185,6 +217,7 @@ impl Servers {
     pub(super) fn set_weights(&self, weights: Arc<EngineWeights>) {
         let mut state = self.lock();
         state.weights = Some(weights);
+        state.is_asleep = false;
         state.generation += 1;
         state.waiting_since = None;
         for server in &mut state.servers {
@@ -246,6 +279,79 @@ impl Servers {
     pub(super) fn is_recovering(&self) -> bool {
         let state = self.lock();
         state.servers.iter().any(ServerState::is_recovering)
+    }
+
+    /// Returns whether the servers sleep, and need weights before they can sample.
+    pub(super) fn are_asleep(&self) -> bool {
+        self.lock().is_asleep
+    }
+
+    /// Lets all servers sleep until they receive weights, if they do. Returns whether they sleep.
+    /// `None` if `progress` cancels. One that does not answer is assumed to have ended.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a server answers that it does not sleep.
+    pub(super) fn sleep(self: &Arc<Self>, progress: &dyn Progress) -> Result<Option<bool>> {
+        if !self.sleep_mode || self.are_asleep() {
+            return Ok(Some(self.sleep_mode));
+        }
+        let mut state = self.lock();
+        state.is_asleep = true;
+        // A server that is loading weights gets others afterward.
+        state.generation += 1;
+        while state.servers.iter().any(ServerState::is_recovering) {
+            if progress.is_canceled() {
+                return Ok(None);
+            }
+            let woken = self.changed.wait_timeout(state, POLL);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        let servers = Arc::clone(self);
+        let sleep = move |index: usize, _: &AtomicBool| {
+            let server = &servers.list[index];
+            Ok(Some((index, servers.protocol.sleep(server))))
+        };
+        let count = self.list.len();
+        let asleep = Workers::start("engine", count, 0..count, sleep)?;
+        let mut left = count;
+        while left > 0 {
+            if progress.is_canceled() {
+                return Ok(None);
+            }
+            let Some((index, slept)) = asleep.next()? else {
+                continue;
+            };
+            left -= 1;
+            let url = &self.list[index].url;
+            match slept {
+                Ok(()) => {}
+                Err(failure @ Failure::Connection(_)) => {
+                    tracing::warn!("{url}: {failure}; if it has not ended, it keeps its memory");
+                }
+                Err(failure) => bail!("{}.sleep_mode: {url}: {failure}", self.section),
+            }
+        }
+        Ok(Some(true))
+    }
+
+    /// Ends the connections to the servers that are up and have received weights from memory, best
+    /// effort.
+    pub(super) fn leave(&self) {
+        let state = self.lock();
+        let is_shared = state
+            .weights
+            .as_ref()
+            .is_some_and(|weights| weights.format == WeightFormat::SharedMemory);
+        let up: Vec<bool> = state.servers.iter().map(ServerState::is_up).collect();
+        drop(state);
+        for (server, _) in self.list.iter().zip(up).filter(|(_, is_up)| *is_up) {
+            let is_open = server.transfer.get().is_some_and(Transfer::is_open);
+            if is_shared || is_open {
+                self.protocol.leave(server);
+            }
+        }
     }
 
     /// Prevents servers from starting to load weights from now on. Returns whether one is loading
@@ -532,7 +638,7 @@ impl Servers {
         index: usize,
         weights: Option<&EngineWeights>,
         must_load: bool,
-        setting: &mut Option<&'static str>,
+        setting: &mut Option<String>,
     ) -> std::result::Result<(), Failure> {
         let server = &self.list[index];
         server.call_briefly(&self.protocol.health())?;
@@ -556,12 +662,28 @@ impl Servers {
                 loading.must_probe = true;
                 drop(state);
                 let format = weights.format;
-                *setting = (format == WeightFormat::Memory).then_some("weight_sync: nccl");
-                self.protocol.load(server, weights)?;
+                let transfer = |setting: &mut Option<String>| {
+                    *setting = weights.live.is_some().then(|| self.weight_sync.clone());
+                    self.protocol.load(server, weights)
+                };
+                if let Some(device) = self.device.get().filter(|_| self.sleep_mode) {
+                    let protocol = &*self.protocol;
+                    *setting = Some("sleep_mode".to_owned());
+                    let asleep = Asleep {
+                        protocol,
+                        server,
+                        device,
+                    };
+                    let loaded = asleep.wake_weights()?.load(|| transfer(setting))?;
+                    *setting = Some("sleep_mode".to_owned());
+                    loaded.wake_cache()?;
+                } else {
+                    transfer(setting)?;
+                }
                 if let Some(check) = &self.weight_check
                     && format != WeightFormat::Adapter
                 {
-                    *setting = Some("check_weights");
+                    *setting = Some("check_weights".to_owned());
                     let reported = self.protocol.checksums(server);
                     let compared = reported.and_then(|r| check.compare(index, &r, weights));
                     // Other servers may sample meanwhile, so the run need not end.

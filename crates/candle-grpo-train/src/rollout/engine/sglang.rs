@@ -170,7 +170,9 @@ impl Protocol for Sglang {
                     )))
                 }
             }
-            WeightFormat::Memory => self.join(server),
+            format @ (WeightFormat::Memory | WeightFormat::SharedMemory) => {
+                self.join(server, format)
+            }
         }
     }
 

@@ -43,6 +43,11 @@ impl Transfer {
         })
     }
 
+    /// Returns whether a group is open, and no call has it.
+    pub(super) fn is_open(&self) -> bool {
+        self.group.try_lock().is_ok_and(|group| group.is_some())
+    }
+
     /// Ends all operations, now and later.
     pub(super) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);

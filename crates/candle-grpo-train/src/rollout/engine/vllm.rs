@@ -7,16 +7,19 @@ use serde_json::{Value, json};
 
 use super::openai::{self, number};
 use super::protocol::{
-    Call, Checksums, DrawRequest, Drawn, Failure, Protocol, ScoreRequest, Scored, ServedModel,
-    Server,
+    Call, Checksums, DrawRequest, Drawn, Failure, Part, Protocol, ScoreRequest, Scored,
+    ServedModel, Server,
 };
-use super::vllm_transfer;
+use super::vllm_transfer::{self, paused};
 use super::weights::{EngineWeights, WeightFormat};
+use super::{vllm_ipc, vllm_nccl};
 use crate::rollout::StructuredOutputs;
 
 /// A vLLM server (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
 /// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters. Over NCCL, whole weights
-/// also need `--weight-transfer-config '{"backend":"nccl"}'`.
+/// also need `--weight-transfer-config '{"backend":"nccl"}'`. With `"ipc"` in its place and
+/// `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, the server reads them from memory of its own GPU. With
+/// `--enable-sleep-mode`, it can sleep.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Vllm;
 
@@ -91,16 +94,13 @@ impl Protocol for Vllm {
                     self.unload(server, old)?;
                 }
             }
-            WeightFormat::Disk => {
-                server.call(&Call::post("/pause?mode=keep", json!({})))?;
-                let loaded = reload(server, weights);
-                // A server that stays paused answers nothing.
-                let resumed = server.call(&Call::post("/resume", json!({})));
-                loaded?;
-                resumed?;
-            }
-            WeightFormat::Memory => {
-                vllm_transfer::load(server, weights)?;
+            WeightFormat::Disk => paused(server, || reload(server, weights))?,
+            WeightFormat::Memory | WeightFormat::SharedMemory => {
+                if weights.format == WeightFormat::Memory {
+                    vllm_nccl::load(server, weights)?;
+                } else {
+                    vllm_ipc::load(server, weights)?;
+                }
                 // Some versions ignore the version in the request that ends an update.
                 if !self.serves(server, weights)? {
                     set_version(server, weights)?;
@@ -119,8 +119,39 @@ impl Protocol for Vllm {
         openai::unload(server, "/v1/unload_lora_adapter", adapter)
     }
 
-    fn join(&self, server: &Server) -> Result<(), Failure> {
-        vllm_transfer::join(server)
+    fn join(&self, server: &Server, format: WeightFormat) -> Result<(), Failure> {
+        match format {
+            WeightFormat::Memory => vllm_nccl::join(server),
+            WeightFormat::SharedMemory => vllm_ipc::join(server),
+            WeightFormat::Adapter | WeightFormat::Disk => Ok(()),
+        }
+    }
+
+    fn leave(&self, server: &Server) {
+        vllm_transfer::shut_down(server);
+    }
+
+    fn sleep(&self, server: &Server) -> Result<(), Failure> {
+        // Level 2 gives up the weights, too. Requests that still run are nobody's.
+        let slept = server.call(&Call::post("/sleep?level=2&mode=abort", json!({})));
+        slept.map(drop).map_err(without_sleep)
+    }
+
+    fn wake(&self, server: &Server, part: Part) -> Result<(), Failure> {
+        let tag = match part {
+            Part::Weights => "weights",
+            Part::Cache => "kv_cache",
+        };
+        let path = format!("/wake_up?tags={tag}");
+        let answer = server.call(&Call::post(path, json!({})));
+        let answer = answer.map_err(without_sleep)?;
+        if part == Part::Cache && answer["status"] != "awake" {
+            return Err(Failure::Malformed(format!(
+                "/wake_up: status: {}, must be awake",
+                answer["status"]
+            )));
+        }
+        Ok(())
     }
 
     fn checksums(&self, server: &Server) -> Result<Checksums, Failure> {
@@ -158,11 +189,21 @@ impl Protocol for Vllm {
                 let mut models = models.into_iter().flatten();
                 Ok(models.any(|model| model["id"] == weights.name()))
             }
-            WeightFormat::Disk | WeightFormat::Memory => {
+            WeightFormat::Disk | WeightFormat::Memory | WeightFormat::SharedMemory => {
                 let answer = server.call(&Call::get("/weight_info"))?;
                 Ok(answer["weight_version"] == weights.name())
             }
         }
+    }
+}
+
+/// Adds to an answer without the path what the server must be.
+fn without_sleep(failure: Failure) -> Failure {
+    match failure {
+        Failure::Status { status: 404, .. } => Failure::Unsupported(format!(
+            "{failure}; it must be vLLM, started with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
+        )),
+        failure => failure,
     }
 }
 

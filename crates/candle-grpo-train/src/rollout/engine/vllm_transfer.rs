@@ -1,106 +1,39 @@
-//! Whole weights from the policy's memory to the processes of a vLLM server, over NCCL.
+//! Whole weights from the policy's memory to a vLLM server: the parts that its backends share.
 
-use std::time::Duration;
-
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use candle_grpo_collective::TransferGroup;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::live_weights::{Listed, LiveWeights};
-use super::packing::messages;
 use super::protocol::{Call, Failure, Server};
-use super::transfer::Transfer;
-use super::vllm::reset_prefix_cache;
 use super::weights::EngineWeights;
 use crate::config_json::dtype_name;
-
-/// Maximum time until all processes are in the group.
-const JOIN: Duration = Duration::from_secs(120);
 
 /// Maximum number of processes that a server may report.
 const MAX_PROCESSES: u64 = 1 << 16;
 
-/// Opens the server's group, unless it is open.
-pub(super) fn join(server: &Server) -> Result<(), Failure> {
-    let transfer = server.transfer()?;
-    let mut group = transfer.group();
-    if group.is_none() {
-        *group = Some(open(server, transfer)?);
-    }
-    Ok(())
+/// Returns what a server must be that receives weights over `backend`.
+pub(super) fn requirement(backend: &str) -> String {
+    format!(
+        "vLLM 0.30 or newer, started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{{\"backend\":\"{backend}\"}}'"
+    )
 }
 
-/// Sends the weights to the server's processes. After a failure, the group is closed, and the next
-/// call opens another one.
-pub(super) fn load(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
-    let transfer = server.transfer()?;
-    let live = weights.live.as_deref().ok_or_else(|| {
-        Failure::Unsupported("the weights are in a directory, must be in memory".to_owned())
-    })?;
-    // Taken, so that a failure closes it.
-    let mut group = transfer.group();
-    let mut joined = match group.take() {
-        Some(joined) => joined,
-        None => open(server, transfer)?,
-    };
-    server.call(&Call::post("/pause?mode=keep", json!({})))?;
-    let updated = update(server, transfer, weights, live, &mut *joined);
-    if updated.is_ok() {
-        *group = Some(joined);
-    } else {
-        // The server's processes may wait for it.
-        drop(joined);
-        // A server that fails in the middle of an update stays in it.
-        let _ = server.call_briefly(&Call::post("/finish_weight_update", json!({})));
-    }
-    // A server that stays paused answers nothing.
-    let resume = Call::post("/resume", json!({}));
-    let resumed = match updated {
-        Ok(()) => server.call(&resume),
-        Err(_) => server.call_briefly(&resume),
-    };
-    updated?;
-    resumed.map(drop)
-}
-
-fn open(server: &Server, transfer: &Transfer) -> Result<Box<dyn TransferGroup>, Failure> {
-    let processes = processes(server)?;
-    let transport = &transfer.transport;
-    let id = transport.new_id().map_err(failed)?;
-    let body = json!({"init_info": {
-        "nccl_unique_id_b64": STANDARD.encode(id),
-        "rank_offset": 1,
-        "world_size": processes + 1,
-        "packed": true,
-        "packed_buffer_size_bytes": transfer.message,
-        "packed_num_buffers": 2,
-    }});
-    let call = Call::post("/init_weight_transfer_engine", body);
-    let limit = JOIN.min(server.timeout);
-    let joined = transfer.alongside(server, call, limit, |waiting| {
-        transport.connect(&id, processes, waiting)
-    });
-    joined.map_err(|failure| match failure {
+/// Adds to a status what the server must be.
+pub(super) fn with_requirement(failure: Failure, backend: &str) -> Failure {
+    match failure {
         Failure::Status { status, message } => Failure::Status {
             status,
-            message: format!("{message}; it must be {START}"),
+            message: format!("{message}; it must be {}", requirement(backend)),
         },
-        failure => Failure::Connection(format!(
-            "joining the {processes} processes that /get_world_size names: {failure}"
-        )),
-    })
+        failure => failure,
+    }
 }
 
-/// The requirements of a server that receives weights over NCCL.
-const START: &str = "vLLM 0.30 or newer, started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\":\"nccl\"}'";
-
 /// Returns the number of the server's processes that have weights.
-fn processes(server: &Server) -> Result<usize, Failure> {
+pub(super) fn processes(server: &Server, backend: &str) -> Result<usize, Failure> {
     let answer = server.call_briefly(&Call::get("/get_world_size"));
     let answer = answer.map_err(|failure| match failure {
         Failure::Status { status: 404, .. } => {
-            Failure::Unsupported(format!("{failure}; it must be {START}"))
+            Failure::Unsupported(with_requirement(failure, backend).to_string())
         }
         failure => failure,
     })?;
@@ -115,36 +48,80 @@ fn processes(server: &Server) -> Result<usize, Failure> {
     })
 }
 
-fn update(
-    server: &Server,
-    transfer: &Transfer,
-    weights: &EngineWeights,
-    live: &LiveWeights,
-    group: &mut dyn TransferGroup,
-) -> Result<(), Failure> {
-    let listed = live.list().map_err(failed)?;
-    server.call(&Call::post("/start_weight_update", json!({})))?;
-    let names: Vec<&str> = listed.iter().map(|weight| &*weight.name).collect();
-    let shapes: Vec<&[usize]> = listed.iter().map(|weight| &*weight.shape).collect();
-    let body = json!({"update_info": {
-        "names": names,
-        "dtype_names": vec![dtype_name(live.dtype()); listed.len()],
-        "shapes": shapes,
-    }});
-    let call = Call::post("/update_weights", body);
-    let sizes: Vec<usize> = listed.iter().map(|weight: &Listed| weight.bytes).collect();
-    transfer.alongside(server, call, server.timeout, |waiting| {
-        for message in messages(&sizes, transfer.message) {
-            live.read(&listed[message], |tensors| group.pack(tensors))?;
-            group.send(waiting)?;
-        }
-        Ok(())
-    })?;
-    let body = json!({"weight_version": weights.name()});
-    server.call(&Call::post("/finish_weight_update", body))?;
-    reset_prefix_cache(server)
+/// Returns the weights, which must be in memory.
+pub(super) fn live(weights: &EngineWeights) -> Result<&LiveWeights, Failure> {
+    weights.live.as_deref().ok_or_else(|| {
+        Failure::Unsupported("the weights are in a directory, must be in memory".to_owned())
+    })
 }
 
-fn failed(error: candle_core::Error) -> Failure {
+/// Runs `update` while the server samples nothing.
+pub(super) fn paused(
+    server: &Server,
+    update: impl FnOnce() -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    server.call(&Call::post("/pause?mode=keep", json!({})))?;
+    let updated = update();
+    if server.sleeps {
+        // It resumes when it is awake. Before that, it has no memory to sample with.
+        return updated;
+    }
+    // A server that stays paused answers nothing.
+    let resume = Call::post("/resume", json!({}));
+    let resumed = match updated {
+        Ok(()) => server.call(&resume),
+        Err(_) => server.call_briefly(&resume),
+    };
+    updated?;
+    resumed.map(drop)
+}
+
+/// Begins an update.
+pub(super) fn start(server: &Server) -> Result<(), Failure> {
+    let call = Call::post("/start_weight_update", json!({}));
+    server.call(&call).map(drop)
+}
+
+/// Returns the description of the weights in an update.
+pub(super) fn describe(listed: &[Listed], live: &LiveWeights) -> Map<String, Value> {
+    let names: Vec<&str> = listed.iter().map(|weight| &*weight.name).collect();
+    let shapes: Vec<&[usize]> = listed.iter().map(|weight| &*weight.shape).collect();
+    let dtypes = vec![dtype_name(live.dtype()); listed.len()];
+    let fields = [
+        ("names", json!(names)),
+        ("dtype_names", json!(dtypes)),
+        ("shapes", json!(shapes)),
+    ];
+    let fields = fields.map(|(name, value)| (name.to_owned(), value));
+    fields.into_iter().collect()
+}
+
+/// Returns the request that announces or passes on weights.
+pub(super) fn update(fields: Map<String, Value>) -> Call {
+    Call::post("/update_weights", json!({"update_info": fields}))
+}
+
+/// Ends an update, with which the server has the version of `weights`.
+pub(super) fn finish(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+    let body = json!({"weight_version": weights.name()});
+    server
+        .call(&Call::post("/finish_weight_update", body))
+        .map(drop)
+}
+
+/// Ends an update that has failed, in which the server may still be.
+pub(super) fn abandon(server: &Server) {
+    let _ = server.call_briefly(&Call::post("/finish_weight_update", json!({})));
+}
+
+/// Lets the server's processes end their connection to this one, best effort.
+pub(super) fn shut_down(server: &Server) {
+    let call = Call::post("/shutdown_weight_transfer_engine", json!({}));
+    if let Err(failure) = server.call_briefly(&call) {
+        tracing::debug!("{}: {failure}", server.url);
+    }
+}
+
+pub(super) fn failed(error: candle_core::Error) -> Failure {
     Failure::Malformed(error.to_string())
 }

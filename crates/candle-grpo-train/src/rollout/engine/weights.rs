@@ -25,6 +25,8 @@ pub enum WeightFormat {
     Disk,
     /// All weights, which the processes of a server receive from the policy's memory.
     Memory,
+    /// All weights, which a server reads from memory of the policy's GPU.
+    SharedMemory,
 }
 
 /// One weight version, in a directory or in memory.
@@ -51,11 +53,11 @@ impl EngineWeights {
         name(self.version)
     }
 
-    /// Returns weights in memory.
-    pub(super) fn in_memory(version: u64, live: Arc<LiveWeights>) -> Self {
+    /// Returns weights in memory, which servers receive in `format`.
+    pub(super) fn in_memory(version: u64, format: WeightFormat, live: Arc<LiveWeights>) -> Self {
         Self {
             version,
-            format: WeightFormat::Memory,
+            format,
             path: PathBuf::new(),
             replaced: Vec::new(),
             is_beside_others: false,
@@ -151,7 +153,9 @@ impl WeightFolder {
             (WeightFormat::Adapter, None) => {
                 bail!("weight_sync: adapter, must be disk as no adapters train")
             }
-            (WeightFormat::Memory, _) => bail!("weights in memory, must be in a directory"),
+            (WeightFormat::Memory | WeightFormat::SharedMemory, _) => {
+                bail!("weights in memory, must be in a directory")
+            }
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer separate from a tied embedding.
                 let all = weights.export().in_dtype(self.dtype);

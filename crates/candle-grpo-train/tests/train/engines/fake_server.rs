@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use candle_grpo_test_support::{HttpServer, Reply, Request};
 use serde_json::{Value, json};
 
+use super::ipc_worker::IpcWorker;
 use super::served_policy::{Draw, Drawn, ServedPolicy};
 use super::workers::Workers;
 
@@ -74,8 +75,30 @@ pub(crate) struct Engine {
     pub(crate) aborts: usize,
     /// The processes that can receive weights.
     pub(crate) workers: Option<Workers>,
+    /// The process that can read weights from memory of the policy.
+    pub(crate) ipc: Option<IpcWorker>,
     /// True between the start and the end of a weight update.
     pub(crate) updating: bool,
+    /// The parts that the engine has given up, if it can sleep.
+    pub(crate) sleep: Option<Sleep>,
+}
+
+/// The parts that an engine has given up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Sleep {
+    /// The memory of the weights.
+    pub(crate) weights: bool,
+    /// The memory of keys and values.
+    pub(crate) cache: bool,
+    /// The weights themselves.
+    pub(crate) lost: bool,
+}
+
+impl Sleep {
+    /// True if the engine can sample.
+    pub(crate) fn is_awake(self) -> bool {
+        self == Self::default()
+    }
 }
 
 impl FakeServer {
@@ -91,7 +114,9 @@ impl FakeServer {
                 waits_after: Box::new(|_| None),
                 aborts: 0,
                 workers: None,
+                ipc: None,
                 updating: false,
+                sleep: None,
             }),
             resumed: Condvar::new(),
             faults: Mutex::new(Box::new(|_| None)),
@@ -134,6 +159,10 @@ impl FakeServer {
         if let Some(workers) = &mut engine.workers {
             workers.restart();
         }
+        if let Some(worker) = &engine.ipc {
+            worker.restart();
+        }
+        engine.sleep = engine.sleep.map(|_| Sleep::default());
         drop(engine);
         self.shared.resumed.notify_all();
         self.http.restart();
@@ -240,6 +269,10 @@ impl Shared {
         draw: &Draw,
     ) -> Result<Option<Vec<Drawn>>, (u16, String)> {
         let mut engine = self.engine();
+        // A real engine would wait until it is awake.
+        if engine.sleep.is_some_and(|sleep| !sleep.is_awake()) {
+            return Err((500, format!("a completion while {:?}", engine.sleep)));
+        }
         while engine.paused && !self.closing.load(Ordering::Acquire) {
             engine = self.resumed.wait(engine).unwrap();
         }

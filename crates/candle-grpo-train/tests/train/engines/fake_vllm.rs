@@ -1,5 +1,8 @@
 //! A fake vLLM server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and with
-//! `--weight-transfer-config` if it has [`Workers`](super::workers::Workers).
+//! `--weight-transfer-config` if it has [`Workers`](super::workers::Workers) or an
+//! [`IpcWorker`](super::ipc_worker::IpcWorker). It can sleep if it has the state
+//! [`Sleep`](super::fake_server::Sleep). A step in a wrong order is an error, also where vLLM would
+//! go on without weights.
 //!
 //! Paths, fields and answers follow vLLM 0.32.
 
@@ -9,7 +12,9 @@ use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
-use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
+use super::fake_server::{
+    FakeServer, Shared, Sleep, adapter_to_load, field, not_found, object, ok,
+};
 use super::served_policy::{Draw, Drawn, ServedPolicy};
 use super::workers::Workers;
 
@@ -65,9 +70,15 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
             other => error(422, "mode", other),
         },
         ("POST", "/resume") => {
+            let sleep = shared.engine().sleep.unwrap_or_default();
+            if !sleep.is_awake() {
+                return error(500, "InternalServerError", "resumed while it sleeps");
+            }
             shared.set_paused(false);
             ok(json!({"status": "resumed"}))
         }
+        ("POST", "/sleep") => sleep(shared, request),
+        ("POST", "/wake_up") => wake_up(shared, request),
         ("POST", "/abort_requests") => {
             shared.abort_all();
             ok(json!({"status": "aborted", "aborted": 1}))
@@ -84,10 +95,15 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
                 other => error(422, "Invalid", &format!("{other:?}")),
             }
         }
-        ("GET", "/get_world_size") => match &shared.engine().workers {
-            Some(workers) => ok(json!({"world_size": workers.count()})),
-            None => not_found(),
-        },
+        ("GET", "/get_world_size") => {
+            let engine = shared.engine();
+            match (&engine.workers, &engine.ipc) {
+                (Some(workers), _) => ok(json!({"world_size": workers.count()})),
+                (None, Some(_)) => ok(json!({"world_size": 1})),
+                (None, None) => not_found(),
+            }
+        }
+        ("POST", "/shutdown_weight_transfer_engine") => transfer(shared, request, &[], shut_down),
         ("POST", "/init_weight_transfer_engine") => transfer(shared, request, &["init_info"], join),
         ("POST", "/start_weight_update") => transfer(shared, request, &[], start_update),
         ("POST", "/update_weights") => transfer(shared, request, &["update_info"], update),
@@ -316,8 +332,16 @@ fn collective_rpc(shared: &Shared, request: &Request) -> Reply {
         return Reply::new(500, "Internal Server Error");
     };
     let mut engine = shared.engine();
+    if engine.sleep.is_some_and(|sleep| sleep.weights) {
+        return error(500, "InternalServerError", "no memory for weights");
+    }
     match engine.policy.read_weights(folder) {
-        Ok(()) => ok(json!({"results": [null]})),
+        Ok(()) => {
+            if let Some(sleep) = &mut engine.sleep {
+                sleep.lost = false;
+            }
+            ok(json!({"results": [null]}))
+        }
         Err(_) => {
             engine.broken = true;
             Reply::new(500, "Internal Server Error")
@@ -346,7 +370,67 @@ fn no_workers() -> String {
     "Weight transfer not configured. Please set weight_transfer_config".to_owned()
 }
 
+fn sleep(shared: &Shared, request: &Request) -> Reply {
+    let mut engine = shared.engine();
+    if engine.updating {
+        return error(500, "InternalServerError", "sleeps in an update");
+    }
+    let Some(sleep) = &mut engine.sleep else {
+        return not_found();
+    };
+    if request.query("level") != Some("2") {
+        return error(500, "InternalServerError", "a level that keeps weights");
+    }
+    // vLLM ignores it while the weights are gone.
+    if !sleep.weights {
+        *sleep = Sleep {
+            weights: true,
+            cache: true,
+            lost: true,
+        };
+    }
+    engine.paused = true;
+    drop(engine);
+    shared.abort_all();
+    ok(json!({"status": "sleeping", "level": 2}))
+}
+
+fn wake_up(shared: &Shared, request: &Request) -> Reply {
+    let mut engine = shared.engine();
+    let Some(sleep) = &mut engine.sleep else {
+        return not_found();
+    };
+    match request.query("tags") {
+        Some("weights") => sleep.weights = false,
+        Some("kv_cache") if !sleep.lost => sleep.cache = false,
+        tags => {
+            let message = format!("{tags:?} while {sleep:?}");
+            return error(500, "InternalServerError", &message);
+        }
+    }
+    let is_awake = sleep.is_awake();
+    drop(engine);
+    if is_awake {
+        shared.set_paused(false);
+    }
+    let status = if is_awake { "awake" } else { "sleeping" };
+    ok(json!({"status": status, "tags": [request.query("tags")]}))
+}
+
+fn shut_down(shared: &Shared, _: &Value) -> Result<(), String> {
+    let engine = shared.engine();
+    if engine.updating {
+        return Err("in an update".to_owned());
+    }
+    let ipc = engine.ipc.clone();
+    drop(engine);
+    ipc.map_or(Ok(()), |worker| worker.finish().map(drop))
+}
+
 fn join(shared: &Shared, body: &Value) -> Result<(), String> {
+    if let Some(worker) = shared.engine().ipc.clone() {
+        return worker.init(body);
+    }
     let joining = shared.engine().workers.as_ref().map(Workers::joining);
     // The engine answers other requests meanwhile.
     let joined = joining.ok_or_else(no_workers)?.join(body)?;
@@ -357,8 +441,15 @@ fn join(shared: &Shared, body: &Value) -> Result<(), String> {
 
 fn start_update(shared: &Shared, _: &Value) -> Result<(), String> {
     let mut engine = shared.engine();
-    if engine.workers.is_none() || engine.updating || !engine.paused {
+    let has_workers = engine.workers.is_some() || engine.ipc.is_some();
+    if !has_workers || engine.updating || !engine.paused {
         return Err("an update has started, or the engine runs".to_owned());
+    }
+    if engine.sleep.is_some_and(|sleep| sleep.weights) {
+        return Err("no memory for weights".to_owned());
+    }
+    if let Some(worker) = &engine.ipc {
+        worker.start();
     }
     engine.updating = true;
     Ok(())
@@ -370,7 +461,14 @@ fn update(shared: &Shared, body: &Value) -> Result<(), String> {
         return Err("no update has started".to_owned());
     }
     let joined = engine.workers.as_ref().map(Workers::joined);
+    let ipc = engine.ipc.clone();
     drop(engine);
+    if let Some(worker) = ipc {
+        // An update that fails has ended.
+        return worker
+            .receive(body)
+            .inspect_err(|_| shared.engine().updating = false);
+    }
     let weights = joined.ok_or_else(no_workers)?.receive(body)?;
     let mut engine = shared.engine();
     let set = engine.policy.set_weights(weights);
@@ -381,6 +479,14 @@ fn finish_update(shared: &Shared, body: &Value) -> Result<(), String> {
     let mut engine = shared.engine();
     if !std::mem::take(&mut engine.updating) {
         return Err("no update has started".to_owned());
+    }
+    if let Some(worker) = &engine.ipc {
+        let weights = worker.finish()?;
+        let set = engine.policy.set_weights(weights);
+        set.map_err(|e| format!("{e:#}"))?;
+    }
+    if let Some(sleep) = &mut engine.sleep {
+        sleep.lost = false;
     }
     if let Some(version) = body["weight_version"].as_str() {
         version.clone_into(&mut engine.version);

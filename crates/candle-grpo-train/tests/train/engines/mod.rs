@@ -8,10 +8,13 @@ mod fake_sglang;
 pub(crate) mod fake_vllm;
 mod fakes;
 mod faults;
+mod ipc;
+mod ipc_worker;
 mod partial;
 mod random_faults;
 mod recorded;
 mod served_policy;
+mod sleep;
 mod structured;
 mod teacher;
 mod trajectories;
@@ -178,7 +181,7 @@ impl Setup {
             (Engine::Sglang, WeightSync::Adapter) => "/load_lora_adapter",
             (Engine::Sglang, _) => "/update_weights_from_disk",
             (_, WeightSync::Adapter) => "/v1/load_lora_adapter",
-            (_, WeightSync::Nccl) => "/update_weights",
+            (_, WeightSync::Nccl | WeightSync::Ipc) => "/update_weights",
             _ => "/collective_rpc",
         }
     }
@@ -220,6 +223,7 @@ impl Policy {
     /// Checks that all tokens in `rollouts` were sampled from these weights.
     fn assert_drew(&self, rollouts: &[Rollout], temperature: f64) {
         let merged = self.weights(&model()).merged().unwrap();
+        let merged = merged.copy_to(device()).unwrap();
         for rollout in rollouts {
             let completion = &rollout.completion;
             let versions = vec![self.version; completion.tokens.len()];

@@ -179,10 +179,10 @@ struct Worker {
 pub(crate) type Digests = BTreeMap<String, Vec<u8>>;
 
 /// A weight that a request announces.
-struct Announced {
-    name: String,
-    dtype: DType,
-    shape: Vec<usize>,
+pub(crate) struct Announced {
+    pub(crate) name: String,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
 }
 
 impl Announced {
@@ -341,7 +341,7 @@ impl Worker {
     }
 }
 
-fn announced(info: &Value) -> std::result::Result<Vec<Announced>, String> {
+pub(crate) fn announced(info: &Value) -> std::result::Result<Vec<Announced>, String> {
     let list = |name: &str| {
         info[name]
             .as_array()
