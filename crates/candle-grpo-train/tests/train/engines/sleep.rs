@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread;
 
 use candle_core::Device;
-use candle_grpo_test_support::{Reply, Request, devices};
+use candle_grpo_test_support::{Reply, Request, devices, on_ranks};
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
-use candle_grpo_train::rollout::{RolloutConfig, WeightSync};
+use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
 use candle_grpo_train::{
     Generator, Interrupted, Sample, TrainConfig, Trainer, TrainerParts, evaluate,
 };
@@ -282,6 +282,29 @@ fn a_run_wakes_the_server_up_for_each_step_and_evaluation(#[case] sync: WeightSy
         assert!(is_asleep());
     }
     evaluate(&trainer);
+}
+
+#[test]
+fn several_ranks_are_refused() {
+    let rollout = RolloutConfig {
+        engine: Engine::Vllm,
+        base_url: vec!["http://localhost:8000".to_owned()],
+        sleep_mode: true,
+        ..RolloutConfig::default()
+    };
+    let errors = on_ranks(2, |collective| {
+        let config = TrainConfig {
+            rollout: rollout.clone(),
+            ..common::config()
+        };
+        let parts = TrainerParts {
+            collective,
+            ..common::parts(common::digest, config)
+        };
+        Trainer::new(parts).err().unwrap().to_string()
+    });
+    let must = "rollout.sleep_mode: true, must be false with 2 processes, of which the server waits for one to release memory";
+    assert_eq!(errors, [must; 2]);
 }
 
 /// A server without the setting keeps its weights.
