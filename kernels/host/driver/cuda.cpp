@@ -210,6 +210,8 @@ int current_device() { return current_context == nullptr ? 0 : (int)(current_con
 
 // Calls of this thread, by name.
 thread_local std::map<std::string, uint64_t> calls;
+// Operations of NCCL beside which no kernel of this thread was launched so far.
+thread_local std::vector<Place> alone;
 // Allocations of this thread that fail: how many precede them, how many fail, and how many have failed.
 struct FailingAllocations {
     uint64_t before, count, failed;
@@ -317,6 +319,16 @@ CUresult add(Stream* stream, Work work) {
     stream->work.push_back(std::move(work.run));
     if (!is_lazy()) run_until(stream, stream->issued);
     return broken;
+}
+
+// Counts the operations of NCCL that run beside the next kernel of a stream, each once: the stream has not waited for them.
+void count_beside(const Stream* stream) {
+    const auto is_over = [&](const Place& place) {
+        if (place.stream == stream->id) return false;
+        if (!stream->clock.has(place.stream, place.at)) calls["nccl beside kernels"]++;
+        return true;
+    };
+    alone.erase(std::remove_if(alone.begin(), alone.end(), is_over), alone.end());
 }
 
 size_t pages(size_t bytes) { return (bytes + page - 1) / page; }
@@ -482,7 +494,11 @@ struct Launch {
 void cuda_host::enqueue(void* stream, const char* name, const std::vector<Use>& uses, std::function<void()> work) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     calls[name]++;
-    add(stream_of(stream), {name, uses, false, std::move(work)});
+    Stream* of = stream_of(stream);
+    const bool is_nccl = strcmp(name, "nccl") == 0;
+    if (!is_nccl) count_beside(of);
+    add(of, {name, uses, false, std::move(work)});
+    if (is_nccl) alone.push_back({of->id, of->issued, name});
 }
 
 bool cuda_host::is_inside(uint64_t address, uint64_t bytes, const char* name) {
@@ -499,7 +515,8 @@ using cuda_host::is_inside;
 extern "C" {
 
 // Returns how often this thread has called `name`: a function of the driver, "allocation", "launch",
-// "launch:" and a kernel, "product" or "random".
+// "launch:" and a kernel, "product", "random", "nccl", or "nccl beside kernels": operations of NCCL for which a stream has not waited
+// when the thread launched the next kernel on it.
 uint64_t cuda_host_calls(const char* name) {
     auto found = calls.find(name);
     return found == calls.end() ? 0 : found->second;
@@ -906,6 +923,7 @@ CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned
     Stream* stream = stream_of(handle_of_stream);
     const Function& function = *(Function*)handle;
     const Kernel* kernel = function.kernel;
+    count_beside(stream);
     calls["launch"]++;
     calls[std::string("launch:") + kernel->name]++;
     const uint64_t threads = (uint64_t)block_x * block_y * block_z;

@@ -21,6 +21,14 @@ pub struct CudaCalls {
     pub memsets: u64,
     /// Operations on events.
     pub events: u64,
+    /// Waits of the host for a stream, an event or the device, apart from
+    /// [`Self::copies_to_host`].
+    pub waits: u64,
+    /// Operations of NCCL, one for each tensor.
+    pub operations: u64,
+    /// The operations of NCCL that a kernel can run beside: it was launched after them, on a
+    /// stream that had not waited for them.
+    pub hidden: u64,
 }
 
 impl std::ops::Sub for CudaCalls {
@@ -35,6 +43,9 @@ impl std::ops::Sub for CudaCalls {
             allocations: self.allocations - other.allocations,
             memsets: self.memsets - other.memsets,
             events: self.events - other.events,
+            waits: self.waits - other.waits,
+            operations: self.operations - other.operations,
+            hidden: self.hidden - other.hidden,
         }
     }
 }
@@ -53,6 +64,11 @@ impl CudaCalls {
                 + count(c"cuEventRecord")?
                 + count(c"cuEventDestroy_v2")?
                 + count(c"cuStreamWaitEvent")?,
+            waits: count(c"cuStreamSynchronize")?
+                + count(c"cuEventSynchronize")?
+                + count(c"cuCtxSynchronize")?,
+            operations: count(c"nccl")?,
+            hidden: count(c"nccl beside kernels")?,
         })
     }
 
