@@ -4,6 +4,12 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
 
+/// The number of an operation that a rank has started. Later operations have larger numbers, and 0
+/// is before all of them.
+#[must_use = "the tensors must not be used before Collective::finish"]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Ticket(pub u64);
+
 /// The ranks in a job, and the operations that all of them perform together.
 ///
 /// Tensors must be contiguous, and operations change them in place. Sums support f32, f64 and bf16;
@@ -121,20 +127,37 @@ pub trait Collective: Send + Sync {
     /// Waits until all ranks have called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Starts [`Self::all_reduce_sum`]. The tensors must not be used before [`Self::finish`].
+    /// Returns whether an operation that is started runs on the device, while this thread goes on
+    /// and enqueues kernels. Otherwise a call that starts one waits for its end, so only another
+    /// thread can do something else meanwhile.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+
+    /// Starts [`Self::all_reduce_sum`]. The tensors must not be used, or their memory freed, before
+    /// [`Self::finish`].
     ///
     /// The default implementation sums them at once.
-    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        self.all_reduce_sum(tensors)
+    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+        self.all_reduce_sum(tensors)?;
+        Ok(Ticket::default())
     }
 
     /// Starts [`Self::reduce_scatter_sum`], like [`Self::start_all_reduce_sum`].
-    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        self.reduce_scatter_sum(tensors)
+    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+        self.reduce_scatter_sum(tensors)?;
+        Ok(Ticket::default())
     }
 
-    /// Makes the results of all started operations visible to later operations on tensors.
-    fn finish(&self) -> Result<()> {
+    /// Starts [`Self::all_gather`], like [`Self::start_all_reduce_sum`].
+    fn start_all_gather(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+        self.all_gather(tensors)?;
+        Ok(Ticket::default())
+    }
+
+    /// Makes the results of an operation, and of those that started before it, visible to later
+    /// operations on tensors. Later ones may still run. It may be called again.
+    fn finish(&self, _ticket: Ticket) -> Result<()> {
         Ok(())
     }
 

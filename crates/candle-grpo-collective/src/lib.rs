@@ -55,7 +55,7 @@ mod nccl;
 mod transfer;
 
 pub use alone::Alone;
-pub use collective::Collective;
+pub use collective::{Collective, Ticket};
 pub use connect::connect;
 #[cfg(feature = "cuda")]
 pub use cuda_ipc::CudaIpc;

@@ -190,6 +190,7 @@ fn rank(part: &str) -> Result<()> {
     // CPU tensors.
     cases::run(&*ranks, &Device::Cpu)?;
     sums_wait_for_the_device_that_is_opened_again(&*ranks)?;
+    kernels_wait_for_the_operation_of_a_ticket(&*ranks)?;
     refuses_another_handle(&*ranks)
 }
 
@@ -203,14 +204,46 @@ fn sums_wait_for_the_device_that_is_opened_again(ranks: &dyn Collective) -> Resu
         let backward = Tensor::ones(4, DType::F32, &device)?;
         gradient.slice_set(&(backward * 2.)?, 0, 0)?;
         if is_started {
-            ranks.start_all_reduce_sum(&[&gradient])?;
-            ranks.finish()?;
+            let ticket = ranks.start_all_reduce_sum(&[&gradient])?;
+            ranks.finish(ticket)?;
         } else {
             ranks.all_reduce_sum(&[&gradient])?;
         }
         let sum = 2. * ranks.world_size() as f32;
         assert_eq!(gradient.to_vec1::<f32>()?, [sum; 4]);
     }
+    Ok(())
+}
+
+/// Kernels wait for the operation of a ticket and for those before it, not for later ones. The host
+/// waits for none, and a second call for nothing.
+fn kernels_wait_for_the_operation_of_a_ticket(ranks: &dyn Collective) -> Result<()> {
+    assert!(ranks.is_asynchronous());
+    let device = cuda_device(0)?;
+    let n = ranks.world_size();
+    let tensors: Vec<Tensor> = (0..3)
+        .map(|_| Tensor::ones(n, DType::F32, &device))
+        .collect::<Result<_>>()?;
+    // Loads the kernel.
+    let other = (Tensor::ones(n, DType::F32, &device)? * 2.)?;
+    let before = CudaCalls::now();
+    let first = ranks.start_all_reduce_sum(&[&tensors[0]])?;
+    let second = ranks.start_reduce_scatter_sum(&[&tensors[1]])?;
+    let third = ranks.start_all_gather(&[&tensors[2]])?;
+    ranks.finish(second)?;
+    ranks.finish(first)?;
+    let (first, other) = ((&tensors[0] * 2.)?, (other * 2.)?);
+    if let Some(calls) = CudaCalls::now()
+        .zip(before)
+        .map(|(after, before)| after - before)
+    {
+        assert_eq!((calls.operations, calls.hidden), (3, 1), "{calls:?}");
+        assert_eq!((calls.waits, calls.copies_to_host), (0, 0), "{calls:?}");
+    }
+    ranks.finish(third)?;
+    assert_eq!(first.to_vec1::<f32>()?, vec![2. * n as f32; n]);
+    assert_eq!(other.to_vec1::<f32>()?, vec![4.; n]);
+    assert_eq!(tensors[2].to_vec1::<f32>()?, vec![1.; n]);
     Ok(())
 }
 
@@ -228,8 +261,9 @@ fn refuses_another_handle(ranks: &dyn Collective) -> Result<()> {
             ranks.reduce_scatter_sum(&[&y]),
             ranks.all_gather(&[&y]),
             ranks.broadcast(&[&y], 0),
-            ranks.start_all_reduce_sum(&[&y]),
-            ranks.start_reduce_scatter_sum(&[&x, &y]),
+            ranks.start_all_reduce_sum(&[&y]).map(drop),
+            ranks.start_reduce_scatter_sum(&[&x, &y]).map(drop),
+            ranks.start_all_gather(&[&x, &y]).map(drop),
         ] {
             let text = message(result);
             assert!(text.contains("on another handle of a GPU"), "{text}");

@@ -5,27 +5,30 @@ mod rendezvous;
 mod transfer;
 mod watchdog;
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use crate::copies::with_copies;
 use crate::gpu::{Memory, memory};
 use crate::launch::{self, Environment};
-use crate::{Collective, arguments};
+use crate::{Collective, Ticket, arguments};
 use library::{Comm, Library, Operation, UniqueId};
 pub use transfer::NcclTransfer;
 use watchdog::Watchdog;
 
 /// Ranks in a job, each with its own GPU, that communicate with NVIDIA's NCCL.
 ///
-/// Operations run on a separate stream. [`Collective::start_all_reduce_sum`] returns at once, and
-/// kernels for the next layers run at the same time. CPU tensors are copied to the GPU and back.
-/// GPU tensors must be on the device with which the ranks connected. bf16 is summed in f32 and
-/// rounded once.
+/// Operations run on a separate stream, one after the other. Each waits for the kernels that were
+/// launched before it starts. [`Collective::start_all_reduce_sum`] and similar calls return at
+/// once, and kernels that are launched before [`Collective::finish`] run at the same time. With
+/// tensors on the GPU, the host waits only in [`Collective::barrier`]. CPU tensors are copied to
+/// the GPU and back. GPU tensors must be on the device with which the ranks connected. bf16 is
+/// summed in f32 and rounded once.
 ///
 /// # Determinism
 ///
@@ -48,12 +51,28 @@ pub struct Nccl {
     comm: Arc<Comm>,
     /// The stream for operations.
     stream: Arc<CudaStream>,
-    /// Tensors in operations that have started. The lock also keeps calls from several threads
-    /// apart.
-    started: Mutex<Vec<Tensor>>,
+    /// The lock also keeps calls from several threads apart.
+    started: Mutex<Started>,
     /// The ranks that exchanged the identifier. They end last.
     #[cfg(feature = "mpi")]
     mpi: Option<Arc<crate::Mpi>>,
+}
+
+/// Operations that have started.
+#[derive(Default)]
+struct Started {
+    /// The last one.
+    last: Ticket,
+    /// The ones for which the compute stream does not wait yet, in order.
+    running: VecDeque<Running>,
+}
+
+/// An operation for which the compute stream does not wait yet.
+struct Running {
+    ticket: Ticket,
+    end: Arc<CudaEvent>,
+    /// They keep their memory.
+    _tensors: Vec<Tensor>,
 }
 
 impl Nccl {
@@ -113,30 +132,40 @@ impl Nccl {
             }
         };
         with_copies(tensors, &self.device, dtype, |tensors| {
-            self.start(operation, tensors)?;
-            self.finish()
+            let ticket = self.start(operation, tensors)?;
+            self.finish(ticket)
         })
     }
 
     /// Enqueues an operation after all kernels launched so far.
-    fn start(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
+    fn start(&self, operation: Operation, tensors: &[&Tensor]) -> Result<Ticket> {
         let mut started = self.lock();
         self.stream.join(&self.compute).map_err(Error::wrap)?;
         let memory: Vec<Memory> = tensors
             .iter()
             .map(|tensor| memory(tensor, &self.stream))
             .collect::<Result<_>>()?;
-        started.extend(tensors.iter().map(|tensor| tensor.detach()));
-        // SAFETY: the memory belongs to tensors on this device, which `started` keeps until the
-        // compute stream waits for this one. The callers check the dtypes.
+        // SAFETY: the memory belongs to tensors on this device. `started` keeps them until the
+        // compute stream, on which memory is freed, waits for this one. The callers check the
+        // dtypes.
         #[allow(unsafe_code)]
-        unsafe {
-            self.comm.enqueue(operation, &memory, &self.stream)?;
+        let enqueued = unsafe { self.comm.enqueue(operation, &memory, &self.stream) };
+        if let Err(error) = enqueued {
+            // A part of the operation may run.
+            self.compute.join(&self.stream).map_err(Error::wrap)?;
+            return Err(error);
         }
         let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
-        self.watchdog
-            .operation(self.stream.record_event(flags).map_err(Error::wrap)?);
-        Ok(())
+        let end = Arc::new(self.stream.record_event(flags).map_err(Error::wrap)?);
+        self.watchdog.operation(Arc::clone(&end));
+        let ticket = Ticket(started.last.0 + 1);
+        started.last = ticket;
+        started.running.push_back(Running {
+            ticket,
+            end,
+            _tensors: tensors.iter().map(|tensor| tensor.detach()).collect(),
+        });
+        Ok(ticket)
     }
 
     /// Checks that each tensor is on the CPU or on the ranks' device.
@@ -155,14 +184,19 @@ impl Nccl {
         Ok(())
     }
 
-    /// Returns whether the tensors can be summed without copies.
-    fn are_direct(&self, tensors: &[&Tensor]) -> bool {
-        tensors.iter().all(|tensor| {
-            tensor.device().same_device(&self.device) && tensor.dtype() != DType::BF16
-        })
+    /// Returns whether all tensors are on the ranks' device.
+    fn are_here(&self, tensors: &[&Tensor]) -> bool {
+        let mut devices = tensors.iter().map(|tensor| tensor.device());
+        devices.all(|device| device.same_device(&self.device))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
+    /// Returns whether the tensors can be summed without copies.
+    fn are_direct(&self, tensors: &[&Tensor]) -> bool {
+        let mut dtypes = tensors.iter().map(|tensor| tensor.dtype());
+        self.are_here(tensors) && dtypes.all(|dtype| dtype != DType::BF16)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Started> {
         self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -202,27 +236,50 @@ impl Collective for Nccl {
         self.compute.synchronize().map_err(Error::wrap)
     }
 
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+
     /// Starts the sums on their own stream. bf16 and CPU tensors are summed at once.
-    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
         if !self.are_direct(tensors) {
-            return self.all_reduce_sum(tensors);
+            self.all_reduce_sum(tensors)?;
+            return Ok(Ticket::default());
         }
         arguments::all_reduce_sum(tensors)?;
         self.start(Operation::AllReduceSum, tensors)
     }
 
-    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
         if !self.are_direct(tensors) {
-            return self.reduce_scatter_sum(tensors);
+            self.reduce_scatter_sum(tensors)?;
+            return Ok(Ticket::default());
         }
         arguments::reduce_scatter_sum(tensors, self.world_size)?;
         self.start(Operation::ReduceScatterSum, tensors)
     }
 
-    fn finish(&self) -> Result<()> {
+    /// CPU tensors are gathered at once.
+    fn start_all_gather(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+        if !self.are_here(tensors) {
+            self.all_gather(tensors)?;
+            return Ok(Ticket::default());
+        }
+        arguments::all_gather(tensors, self.world_size)?;
+        self.start(Operation::AllGather, tensors)
+    }
+
+    /// The compute stream waits for the end of the operation, and this call for nothing.
+    fn finish(&self, ticket: Ticket) -> Result<()> {
         let mut started = self.lock();
-        self.compute.join(&self.stream).map_err(Error::wrap)?;
-        started.clear();
+        let running = &mut started.running;
+        let count = running.partition_point(|running| running.ticket <= ticket);
+        // Operations end in order.
+        let Some(last) = count.checked_sub(1).and_then(|last| running.get(last)) else {
+            return Ok(());
+        };
+        self.compute.wait(&last.end).map_err(Error::wrap)?;
+        running.drain(..count);
         Ok(())
     }
 

@@ -32,7 +32,7 @@ pub(super) struct Watchdog {
     shared: Arc<Shared>,
     connections: Vec<TcpStream>,
     /// An event at the end of each operation.
-    operations: Sender<CudaEvent>,
+    operations: Sender<Arc<CudaEvent>>,
     /// Dropped at the end, which stops the checking thread.
     _checking: Sender<()>,
 }
@@ -81,7 +81,7 @@ impl Watchdog {
     }
 
     /// Watches an operation that ends with `event`.
-    pub(super) fn operation(&self, event: CudaEvent) {
+    pub(super) fn operation(&self, event: Arc<CudaEvent>) {
         // The thread ends only with this sender.
         let _ = self.operations.send(event);
     }
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     /// Waits for one operation after another. Driver calls may take forever.
-    fn wait(&self, operations: &Receiver<CudaEvent>) {
+    fn wait(&self, operations: &Receiver<Arc<CudaEvent>>) {
         for operation in operations {
             *lock(&self.running) = Some(Duration::ZERO);
             if let Err(error) = operation.synchronize()

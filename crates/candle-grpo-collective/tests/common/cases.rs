@@ -170,9 +170,10 @@ fn sums_are_those_of_all_ranks(ranks: &dyn Collective, device: &Device) -> Resul
         .collect::<Result<_>>()?;
     let tensors: Vec<&Tensor> = own.iter().map(|(.., tensor)| tensor).collect();
     let (first, second) = tensors.split_at(7);
-    ranks.start_all_reduce_sum(first)?;
-    ranks.start_all_reduce_sum(second)?;
-    ranks.finish()?;
+    let tickets = [first, second].map(|tensors| ranks.start_all_reduce_sum(tensors));
+    // The first one ends before.
+    let [_, second] = tickets;
+    ranks.finish(second?)?;
     for (len, dtype, own) in &own {
         assert_eq!(
             values(own)?,
@@ -182,8 +183,8 @@ fn sums_are_those_of_all_ranks(ranks: &dyn Collective, device: &Device) -> Resul
     }
     // Nothing to sum.
     ranks.all_reduce_sum(&[])?;
-    ranks.start_all_reduce_sum(&[])?;
-    ranks.finish()
+    let ticket = ranks.start_all_reduce_sum(&[])?;
+    ranks.finish(ticket)
 }
 
 fn long_tensors_are_summed(ranks: &dyn Collective, device: &Device) -> Result<()> {
@@ -260,8 +261,8 @@ fn a_part_of_a_sum_is_on_its_rank(ranks: &dyn Collective, device: &Device) -> Re
             .map(|part| tensor(part * world_size, *part as u64, rank, dtype, device))
             .collect::<Result<_>>()?;
         if starts {
-            ranks.start_reduce_scatter_sum(&refs(&own))?;
-            ranks.finish()?;
+            let ticket = ranks.start_reduce_scatter_sum(&refs(&own))?;
+            ranks.finish(ticket)?;
         } else {
             ranks.reduce_scatter_sum(&refs(&own))?;
         }
@@ -480,7 +481,7 @@ fn random_operations_agree_with_one_process(ranks: &dyn Collective, device: &Dev
             3 => ranks.broadcast(&refs(&own), root)?,
             _ => ranks
                 .start_all_reduce_sum(&refs(&own))
-                .and_then(|()| ranks.finish())?,
+                .and_then(|ticket| ranks.finish(ticket))?,
         }
         for ((len, dtype), own) in tensors.into_iter().zip(&own) {
             let own = values(own)?;

@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use crate::config::architecture::ChannelPlan;
 use crate::decoding::PagedDecoding;
 use crate::model::block::{Block, BlockRecord, scaled};
-use crate::model::divided_model::{Ahead, BackwardParts, DividedModel};
+use crate::model::divided_model::{Ahead, DividedModel, Parts};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;
 use crate::model::language_model::check_hidden_gradient;
@@ -256,7 +256,7 @@ impl Decoder {
 
     /// Gathers the weights of the blocks one after the other, if ranks divide them and they are not
     /// held.
-    fn ahead(&self) -> Result<Option<Ahead>> {
+    fn ahead(&self) -> Result<Option<Ahead<'_>>> {
         let ahead = self.divided.as_ref().map(DividedModel::ahead);
         Ok(ahead.transpose()?.flatten())
     }
@@ -297,9 +297,9 @@ impl Decoder {
     ) -> Result<(Tensor, Option<Tensor>, Vec<RouterChoice>)> {
         let (mut x, mut change) = (x, None);
         let mut routers = Vec::new();
-        let ahead = self.ahead()?;
+        let mut ahead = self.ahead()?;
         for block in &self.blocks {
-            let _held = ahead.as_ref().map(Ahead::next).transpose()?;
+            let _held = ahead.as_mut().map(Ahead::next).transpose()?;
             let ([sum, y], record) = block.forward(&x, change.as_ref(), pass)?;
             routers.extend(record.router().cloned());
             (x, change) = (sum, Some(y));
@@ -437,9 +437,9 @@ impl LanguageModel for Decoder {
         let (mut x, mut change) = (self.embed(&input.ids)?, None);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         let mut routers = Vec::new();
-        let ahead = self.ahead()?;
+        let mut ahead = self.ahead()?;
         for (number, block) in self.blocks.iter().enumerate() {
-            let _held = ahead.as_ref().map(Ahead::next).transpose()?;
+            let _held = ahead.as_mut().map(Ahead::next).transpose()?;
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             routers.extend(record.router().cloned());
             blocks.push(if number < self.recomputed_blocks {
@@ -555,7 +555,7 @@ impl DecoderBackward<'_> {
         };
         check_hidden_gradient(hidden_gradient, &last)?;
         let of_norm = scaled(hidden_gradient.detach(), decoder.output_scale)?;
-        let mut parts = decoder.divided.as_ref().map(BackwardParts::new);
+        let mut parts = decoder.divided.as_ref().map(Parts::backward);
         let mut hold = |sink: &mut GradSink| -> Result<Option<Held>> {
             let held = parts.as_mut().map(|parts| parts.next(sink.gradients()));
             held.transpose()

@@ -8,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 use candle_core::{Error, Result, bail};
 
 use crate::optim::reduction::Pending;
-use crate::weights::divided_weights::{DividedWeights, Held};
+use crate::weights::divided_weights::{DividedWeights, Gathering, Held};
 use crate::{Gradients, Parameters};
 
 /// The weights of a decoder that ranks divide
@@ -83,9 +83,12 @@ impl DividedModel {
 
     /// Gathers the weights of the blocks in order, for a pass over them. `None` if all weights are
     /// held.
-    pub(crate) fn ahead(&self) -> Result<Option<Ahead>> {
+    pub(crate) fn ahead(&self) -> Result<Option<Ahead<'_>>> {
         if self.weights.are_held() {
             return Ok(None);
+        }
+        if self.weights.is_asynchronous() {
+            return Ok(Some(Ahead::InTurn(Parts::forward(self))));
         }
         // One part is gathered while another computes.
         let (results, received) = sync_channel(0);
@@ -100,10 +103,10 @@ impl DividedModel {
             }
         };
         let thread = Builder::new().name("weights".to_owned()).spawn(gather);
-        Ok(Some(Ahead {
+        Ok(Some(Ahead::Thread(GatheringThread {
             received: Some(received),
             thread: Some(thread.map_err(Error::wrap)?),
-        }))
+        })))
     }
 
     /// Checks that all weights are held.
@@ -115,15 +118,33 @@ impl DividedModel {
     }
 }
 
-/// A thread that gathers the weights of each block while the one before computes.
-pub(crate) struct Ahead {
+/// Gathers the weights of each block while the one before computes.
+pub(crate) enum Ahead<'a> {
+    /// The device does so.
+    InTurn(Parts<'a>),
+    /// A thread waits for the operations.
+    Thread(GatheringThread),
+}
+
+impl Ahead<'_> {
+    /// Waits for the weights of the next block. Those of the one before must have been dropped.
+    pub(crate) fn next(&mut self) -> Result<Held> {
+        match self {
+            // A forward pass has no sums to be in order with.
+            Self::InTurn(parts) => parts.next(&mut Gradients::new()),
+            Self::Thread(thread) => thread.next(),
+        }
+    }
+}
+
+/// A thread that gathers the weights of one block after the other.
+pub(crate) struct GatheringThread {
     received: Option<Receiver<Result<Held>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Ahead {
-    /// Waits for the weights of the next block. Those of the one before must have been dropped.
-    pub(crate) fn next(&self) -> Result<Held> {
+impl GatheringThread {
+    fn next(&self) -> Result<Held> {
         let next = self.received.as_ref().map(Receiver::recv);
         match next {
             Some(Ok(held)) => held,
@@ -133,7 +154,7 @@ impl Ahead {
 }
 
 /// Waits for the end of an operation, which must not overlap with the next one.
-impl Drop for Ahead {
+impl Drop for GatheringThread {
     fn drop(&mut self) {
         self.received = None;
         if let Some(thread) = self.thread.take() {
@@ -142,20 +163,29 @@ impl Drop for Ahead {
     }
 }
 
-/// The parts of a decoder in the order in which a backward pass needs them: the final norm, and the
-/// blocks from the last one.
-///
-/// Each is gathered while the one before computes, in order with the sums of gradients.
-pub(crate) struct BackwardParts<'a> {
+/// The parts of a decoder in the order in which a pass needs them. Each is gathered while the one
+/// before computes, in order with the sums of gradients.
+pub(crate) struct Parts<'a> {
     all: &'a DividedModel,
+    /// From the last one.
     left: Vec<Arc<[String]>>,
-    pending: Option<Pending<Held>>,
+    pending: Option<Pending<Gathering>>,
 }
 
-impl<'a> BackwardParts<'a> {
-    pub(crate) fn new(all: &'a DividedModel) -> Self {
+impl<'a> Parts<'a> {
+    /// The blocks.
+    fn forward(all: &'a DividedModel) -> Self {
+        Self::new(all, all.blocks.iter().rev().cloned().collect())
+    }
+
+    /// The final norm, and the blocks from the last one.
+    pub(crate) fn backward(all: &'a DividedModel) -> Self {
         let mut left = all.blocks.clone();
         left.push(Arc::clone(&all.norm));
+        Self::new(all, left)
+    }
+
+    fn new(all: &'a DividedModel, left: Vec<Arc<[String]>>) -> Self {
         Self {
             all,
             left,
@@ -164,7 +194,7 @@ impl<'a> BackwardParts<'a> {
     }
 
     /// Waits for the weights of the next part, and begins to gather those of the part after it. The
-    /// weights of the part before must have been dropped.
+    /// weights of the part before must have been dropped: their memory is reused.
     pub(crate) fn next(&mut self, gradients: &mut Gradients) -> Result<Held> {
         let pending = match self.pending.take() {
             Some(pending) => Some(pending),
@@ -173,17 +203,18 @@ impl<'a> BackwardParts<'a> {
         let Some(pending) = pending else {
             bail!("weights: no part is left to gather");
         };
-        let held = gradients.wait(pending)?;
+        let held = gradients.wait(pending)?.finish()?;
         self.pending = self.start(gradients)?;
         Ok(held)
     }
 
-    fn start(&mut self, gradients: &mut Gradients) -> Result<Option<Pending<Held>>> {
+    fn start(&mut self, gradients: &mut Gradients) -> Result<Option<Pending<Gathering>>> {
         let Some(part) = self.left.pop() else {
             return Ok(None);
         };
         let all = self.all.clone();
-        gradients.start(move || all.hold(&part)).map(Some)
+        let gather = move || all.weights.start(&part);
+        gradients.start(gather).map(Some)
     }
 }
 

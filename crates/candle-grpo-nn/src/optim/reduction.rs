@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
 use candle_core::{Error, Result, Shape, Tensor, bail};
-use candle_grpo_collective::Collective;
+use candle_grpo_collective::{Collective, Ticket};
 
 use crate::weights::shard::Shard;
 
@@ -28,6 +28,15 @@ pub(super) enum Sums {
     Parts(Shard),
     /// Each rank receives the sums for its own part apart, and frees the gradients.
     Divided(Shard),
+}
+
+impl Sums {
+    fn collective(&self) -> &dyn Collective {
+        match self {
+            Self::Whole(collective) => &**collective,
+            Self::Parts(shard) | Self::Divided(shard) => &*shard.collective,
+        }
+    }
 }
 
 /// The sums for this rank's part of each gradient, as [`Shard::keep`] lays them out, with the shape
@@ -113,13 +122,15 @@ impl fmt::Debug for Worker {
 impl Reduction {
     /// Starts to sum, and adds sums that are apart to those of earlier passes, `kept`. A bucket has
     /// at least `least` elements, as [`BUCKET`], or is the last one. Sums are `in_turn` with the
-    /// backward pass, or on a thread.
+    /// backward pass, or on a thread. Asynchronous ones need no thread.
     pub(super) fn start(sums: Sums, kept: Kept, least: usize, in_turn: bool) -> Result<Self> {
         let frees = matches!(sums, Sums::Divided(_));
+        let in_turn = in_turn || sums.collective().is_asynchronous();
         let mut reducer = Reducer {
             sums,
             kept,
             started: Vec::new(),
+            ticket: Ticket::default(),
         };
         let worker = if in_turn {
             Worker::InTurn(reducer)
@@ -282,40 +293,40 @@ struct Reducer {
     kept: Kept,
     /// The bucket that is being summed, if sums are apart.
     started: Vec<Named>,
+    /// The last sums that have started.
+    ticket: Ticket,
 }
 
 impl Reducer {
     fn add(&mut self, bucket: Vec<Named>) -> Result<()> {
         let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
-        match &self.sums {
+        self.ticket = match &self.sums {
             Sums::Whole(collective) => {
-                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())
+                collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
             }
-            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors),
+            Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
             Sums::Divided(shard) => {
                 // The bucket before is summed while the backward pass computes this one.
                 let before = std::mem::replace(&mut self.started, bucket);
+                shard.collective.finish(self.ticket)?;
                 keep(shard, before, &mut self.kept)?;
-                shard.start_reduce_scatter_sum(&tensors)
+                shard.start_reduce_scatter_sum(&tensors)?
             }
-        }
+        };
+        Ok(())
     }
 
     fn finish(mut self) -> Result<Kept> {
-        match &self.sums {
-            Sums::Whole(collective) => collective.finish()?,
-            Sums::Parts(shard) => shard.collective.finish()?,
-            Sums::Divided(shard) => keep(shard, self.started, &mut self.kept)?,
+        self.sums.collective().finish(self.ticket)?;
+        if let Sums::Divided(shard) = &self.sums {
+            keep(shard, self.started, &mut self.kept)?;
         }
         Ok(self.kept)
     }
 }
 
-/// Waits for the sums in a bucket, keeps this rank's part, and frees the rest.
+/// Keeps this rank's part of the sums in a bucket, and frees the rest.
 fn keep(shard: &Shard, bucket: Vec<Named>, kept: &mut Kept) -> Result<()> {
-    if !bucket.is_empty() {
-        shard.collective.finish()?;
-    }
     for (name, gradient) in bucket {
         let own = shard.keep(&gradient, gradient.elem_count())?;
         let sum = match kept.remove(&name) {

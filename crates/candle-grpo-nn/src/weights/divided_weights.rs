@@ -10,6 +10,7 @@ use candle_core::{
     CpuStorage, CudaStorage, DType, Device, Error, InplaceOp1, Layout, MetalStorage, Result,
     Tensor, Var, bail,
 };
+use candle_grpo_collective::Ticket;
 
 use crate::weights::shard::Shard;
 
@@ -33,6 +34,8 @@ struct Weight {
     own: Var,
     /// The number of [`Held`] that name it.
     holders: usize,
+    /// The last operation that gathered it.
+    gather: Ticket,
 }
 
 impl DividedWeights {
@@ -52,6 +55,7 @@ impl DividedWeights {
             whole,
             own,
             holders: 0,
+            gather: Ticket::default(),
         };
         self.lock().insert(name.to_owned(), weight);
         Ok(())
@@ -83,6 +87,11 @@ impl DividedWeights {
     ///
     /// If there is no memory, or another rank has ended.
     pub(crate) fn hold(self: &Arc<Self>, names: &Arc<[String]>) -> Result<Held> {
+        self.start(names)?.finish()
+    }
+
+    /// Starts [`Self::hold`].
+    pub(crate) fn start(self: &Arc<Self>, names: &Arc<[String]>) -> Result<Gathering> {
         let mut weights = self.lock();
         let mut to_gather = Vec::new();
         for name in &**names {
@@ -97,33 +106,45 @@ impl DividedWeights {
             let indices = to_gather.iter().filter_map(index);
             self.ask_to_gather(indices.map(|index| index as i64).collect())?;
         }
-        self.gather(to_gather.iter().filter_map(|name| weights.get(*name)))?;
+        let gather = self.gather(to_gather.iter().filter_map(|name| weights.get(*name)))?;
+        let mut last = gather;
         for name in &**names {
             if let Some(weight) = weights.get_mut(name) {
+                if weight.holders == 0 {
+                    weight.gather = gather;
+                }
                 weight.holders += 1;
+                last = last.max(weight.gather);
             }
         }
-        Ok(Held {
-            weights: Arc::clone(self),
-            names: Arc::clone(names),
+        Ok(Gathering {
+            held: Held {
+                weights: Arc::clone(self),
+                names: Arc::clone(names),
+            },
+            last,
         })
     }
 
-    /// Gives these weights memory, and gathers them.
-    fn gather<'w>(&self, weights: impl Iterator<Item = &'w Weight>) -> Result<()> {
+    /// Gives these weights memory, and starts to gather them.
+    fn gather<'w>(&self, weights: impl Iterator<Item = &'w Weight>) -> Result<Ticket> {
         let parts = weights.map(|weight| (weight.own.as_detached_tensor(), weight.whole.clone()));
         let parts: Vec<_> = parts.collect();
         let gather = || {
             for (_, whole) in &parts {
                 resize(whole, whole.elem_count())?;
             }
-            self.shard.gather_all(&parts)
+            self.shard.start_gather_all(&parts)
         };
-        if let Err(error) = gather() {
+        gather().or_else(|error| {
             parts.iter().try_for_each(|(_, whole)| free(whole))?;
-            return Err(error);
-        }
-        Ok(())
+            Err(error)
+        })
+    }
+
+    /// Returns whether weights are gathered by the device, while this thread goes on.
+    pub(crate) fn is_asynchronous(&self) -> bool {
+        self.shard.collective.is_asynchronous()
     }
 
     /// Returns whether this is rank 0, and the other ranks answer what it asks for.
@@ -158,7 +179,8 @@ impl DividedWeights {
             })
         });
         let asked = asked.collect::<Result<Vec<_>>>()?;
-        self.gather(asked.iter().copied())?;
+        let gather = self.gather(asked.iter().copied())?;
+        self.shard.collective.finish(gather)?;
         asked.iter().try_for_each(|weight| free(&weight.whole))
     }
 
@@ -232,6 +254,21 @@ impl Request {
     }
 }
 
+/// Weights that are being gathered from all ranks.
+pub(crate) struct Gathering {
+    held: Held,
+    /// The last operation that gathers one of them.
+    last: Ticket,
+}
+
+impl Gathering {
+    /// Makes the weights visible to later operations on tensors.
+    pub(crate) fn finish(self) -> Result<Held> {
+        self.held.weights.shard.collective.finish(self.last)?;
+        Ok(self.held)
+    }
+}
+
 /// Weights that are gathered from all ranks until this is dropped.
 #[derive(Debug)]
 #[must_use = "the weights are freed when this is dropped"]
@@ -248,10 +285,13 @@ impl Drop for Held {
                 continue;
             };
             weight.holders -= 1;
-            if weight.holders == 0 {
-                // At worst the memory stays until the next pass.
-                let _ = free(&weight.whole);
+            if weight.holders > 0 {
+                continue;
             }
+            // After an error, nobody has waited for the gather that writes this memory.
+            let finished = self.weights.shard.collective.finish(weight.gather);
+            // At worst the memory stays until the next pass.
+            let _ = finished.and_then(|()| free(&weight.whole));
         }
     }
 }

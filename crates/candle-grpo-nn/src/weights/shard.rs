@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_collective::Collective;
+use candle_grpo_collective::{Collective, Ticket};
 use candle_grpo_kernels::moment_blocks;
 
 /// Divides every tensor between ranks, for weights, gradients and optimizer states that are not
@@ -99,13 +99,14 @@ impl Shard {
         Ok(())
     }
 
-    /// [`Self::gather`] for several tensors, each with what this rank has of it, in one operation.
-    pub(crate) fn gather_all(&self, tensors: &[(Tensor, Tensor)]) -> Result<()> {
+    /// Starts [`Self::gather`] for several tensors, each with what this rank has of it, in one
+    /// operation.
+    pub(crate) fn start_gather_all(&self, tensors: &[(Tensor, Tensor)]) -> Result<Ticket> {
         for (kept, whole) in tensors {
             self.fill_in(kept, whole, whole.elem_count())?;
         }
         let wholes: Vec<Tensor> = tensors.iter().map(|(_, whole)| whole.clone()).collect();
-        self.all_gather(&wholes)
+        self.start_all_gather(&wholes)
     }
 
     /// Copies `kept`, which a rank keeps from a tensor with `elements` elements, to its place in
@@ -120,23 +121,35 @@ impl Shard {
         Ok(())
     }
 
-    /// Sums tensors over all ranks. Each rank ends up with the sums for its part and the remainder.
-    pub(crate) fn start_reduce_scatter_sum(&self, tensors: &[Tensor]) -> Result<()> {
+    /// Starts to sum tensors over all ranks. Each rank ends up with the sums for its part and the
+    /// remainder.
+    pub(crate) fn start_reduce_scatter_sum(&self, tensors: &[Tensor]) -> Result<Ticket> {
         let (shared, remainders) = self.split_all(tensors)?;
-        self.collective
-            .start_reduce_scatter_sum(&shared.iter().collect::<Vec<_>>())?;
-        self.collective
-            .start_all_reduce_sum(&remainders.iter().collect::<Vec<_>>())
+        let mut ticket = Ticket::default();
+        if !shared.is_empty() {
+            let shared: Vec<&Tensor> = shared.iter().collect();
+            ticket = self.collective.start_reduce_scatter_sum(&shared)?;
+        }
+        if !remainders.is_empty() {
+            let remainders: Vec<&Tensor> = remainders.iter().collect();
+            ticket = self.collective.start_all_reduce_sum(&remainders)?;
+        }
+        Ok(ticket)
     }
 
     /// Fills in the other ranks' parts.
     pub(crate) fn all_gather(&self, tensors: &[Tensor]) -> Result<()> {
+        let ticket = self.start_all_gather(tensors)?;
+        self.collective.finish(ticket)
+    }
+
+    fn start_all_gather(&self, tensors: &[Tensor]) -> Result<Ticket> {
         let (shared, _) = self.split_all(tensors)?;
         if shared.is_empty() {
-            return Ok(());
+            return Ok(Ticket::default());
         }
         self.collective
-            .all_gather(&shared.iter().collect::<Vec<_>>())
+            .start_all_gather(&shared.iter().collect::<Vec<_>>())
     }
 
     /// Nonempty views into contiguous tensors: all ranks' parts together, and the remainders.
