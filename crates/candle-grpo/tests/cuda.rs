@@ -1,4 +1,4 @@
-//! The program on GPUs: one process, and two ranks. Each run must match the CPU run.
+//! The program on GPUs: one process, and several ranks. Each run must match the CPU run.
 //!
 //! `scripts/cuda-test` runs these tests on emulated GPUs, which work only when the program waits
 //! for them.
@@ -8,6 +8,8 @@ mod close;
 #[path = "program/models.rs"]
 #[allow(dead_code, reason = "the tests of the program need more of it")]
 mod models;
+#[path = "cuda/passes.rs"]
+mod passes;
 #[path = "program/running.rs"]
 #[allow(dead_code, reason = "the tests of the program need more of it")]
 mod running;
@@ -144,27 +146,29 @@ fn a_run_on_a_gpu_resumes_and_is_that_of_the_cpu() -> Result<()> {
 }
 
 #[test]
-fn runs_of_two_gpus_resume_and_are_that_of_the_cpu() -> Result<()> {
-    if !has_gpus(2) {
-        return Ok(());
-    }
+fn runs_of_several_gpus_resume_and_are_that_of_the_cpu() -> Result<()> {
     let inputs = inputs();
     let folder = inputs.path();
     train_on_cpu(folder, 3)?;
-    for (run, sharding, memory, visible) in [
-        ("whole", "none", "host", "1"),
-        ("sharded", "optimizer", "device", "2"),
-        ("divided", "resident", "host", "2"),
+    for (run, sharding, memory, ranks, visible) in [
+        ("whole", "none", "host", 2, "1"),
+        ("sharded", "optimizer", "device", 2, "2"),
+        ("divided", "resident", "host", 2, "2"),
+        ("gathered", "full", "host", 2, "2"),
+        ("gathered-by-four", "full", "device", 4, "4"),
     ] {
+        if !has_gpus(ranks) {
+            continue;
+        }
         for (steps, memory) in [(2, memory), (3, "device")] {
             write_config(folder, run, steps, (sharding, memory));
             // With one emulated GPU, each rank sees its own as its first.
-            let rank = || {
+            let rank = |_| {
                 let mut command = lazy(folder, run);
                 command.env("CUDA_ON_HOST_DEVICES", visible);
                 command
             };
-            run_ranks(vec![rank(), rank()]);
+            run_ranks((0..ranks).map(rank).collect());
             assert_eq!(lines(&folder.join(run).join("metrics.jsonl")).len(), steps);
         }
         assert_close_runs(&folder.join(run), &folder.join("cpu"), 3);
