@@ -5,12 +5,11 @@
 
 use std::path::Path;
 
-use candle_core::{Device, Tensor};
-use candle_grpo::nn::{DecoderConfig, GgufDType, Parameters};
+use candle_grpo::nn::GgufDType;
 use candle_grpo::train::Pretrained;
 use serde_json::{Value, json};
 
-use super::{Server, model, rewards, write_config};
+use super::{Server, model, rewards, tiny, write_config};
 use crate::support::{lines, succeeds};
 
 fn start() -> Server {
@@ -85,8 +84,6 @@ fn a_model_is_evaluated_through_llama_cpp() {
     }
 }
 
-/// Writes a tiny model for each family with SmolLM2's tokenizer. Its text is noise, and the same on
-/// both sides.
 #[test]
 #[ignore = "needs llama.cpp: make test-llama"]
 fn llama_cpp_judges_completions() {
@@ -120,6 +117,7 @@ fn llama_cpp_judges_completions() {
     assert_eq!(answers(), judged);
 }
 
+/// The text of a tiny model is noise, and the same on both sides.
 #[test]
 #[ignore = "needs llama.cpp: make test-llama"]
 fn llama_cpp_computes_what_each_family_does() {
@@ -165,32 +163,7 @@ fn llama_cpp_computes_what_each_family_does() {
         ("gemma3_text", gemma(json!({"query_pre_attn_scalar": 16}))),
         ("qwen3_moe", experts),
     ] {
-        let mut config = json!({"model_type": family, "vocab_size": tokens.model.vocab_size,
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-            "tie_word_embeddings": false});
-        config
-            .as_object_mut()
-            .unwrap()
-            .extend(more.as_object().unwrap().clone());
-        let config = serde_json::to_vec(&config).unwrap();
-        let config = DecoderConfig::from_hugging_face(&config).unwrap();
-        let drawn = Parameters::init(&config, 3, &Device::Cpu).unwrap();
-        let lively = |(name, value): (String, Tensor)| {
-            let value = match value.rank() {
-                1 => value,
-                _ => (value * 10.0).unwrap(),
-            };
-            (name, value)
-        };
-        let weights = drawn.frozen_copy().unwrap().into_iter().map(lively);
-        let parameters = Parameters::from_tensors(&config, weights.collect(), &Device::Cpu);
-        let tiny = Pretrained {
-            model: config,
-            parameters: parameters.unwrap(),
-            ..tokens.clone()
-        };
+        let tiny = tiny(&tokens, family, &more);
         tiny.save(&folder.path().join(family)).unwrap();
         let file = folder.path().join(format!("{family}.gguf"));
         tiny.save_gguf(&file, GgufDType::F32).unwrap();

@@ -8,6 +8,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
+use candle_core::{Device, Tensor};
+use candle_grpo::nn::{DecoderConfig, Parameters};
+use candle_grpo::train::Pretrained;
 use candle_grpo_test_support::ReservedPort;
 use serde_json::{Value, json};
 
@@ -83,6 +86,38 @@ fn root() -> PathBuf {
 fn model() -> PathBuf {
     let models = env::var_os("GRPO_MODELS").expect("GRPO_MODELS: run this by make");
     Path::new(&models).join("SmolLM2-135M-Instruct")
+}
+
+/// Returns a tiny model of a family, with random weights, the tokens of `tokens`, and the keys of
+/// `more` in its `config.json`.
+fn tiny(tokens: &Pretrained, family: &str, more: &Value) -> Pretrained {
+    let mut config = json!({"model_type": family, "vocab_size": tokens.model.vocab_size,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "tie_word_embeddings": false});
+    config
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    let config = serde_json::to_vec(&config).unwrap();
+    let config = DecoderConfig::from_hugging_face(&config).unwrap();
+    let drawn = Parameters::init(&config, 3, &Device::Cpu).unwrap();
+    // The text depends on the prompt.
+    let lively = |(name, value): (String, Tensor)| {
+        let value = match value.rank() {
+            1 => value,
+            _ => (value * 10.0).unwrap(),
+        };
+        (name, value)
+    };
+    let weights = drawn.frozen_copy().unwrap().into_iter().map(lively);
+    let parameters = Parameters::from_tensors(&config, weights.collect(), &Device::Cpu);
+    Pretrained {
+        model: config,
+        parameters: parameters.unwrap(),
+        ..tokens.clone()
+    }
 }
 
 /// Writes the addition-llm example configuration, with some other keys, to `run.json`.
