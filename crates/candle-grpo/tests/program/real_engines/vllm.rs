@@ -177,8 +177,8 @@ fn large_steps(model: &Path, rollout: Value, run_dir: &str) -> Vec<(&'static str
     ]
 }
 
-/// vLLM renames and stacks the weights of the gated delta rule, which it computes in bf16 on the
-/// CPU.
+/// vLLM renames and stacks the weights of the gated delta rule. On the CPU, it computes them in
+/// bf16, with the published models' head size.
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
 fn vllm_receives_qwen3_5() {
@@ -188,7 +188,7 @@ fn vllm_receives_qwen3_5() {
             "linear_attention", "linear_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
             "partial_rotary_factor": 0.5},
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     });
     let variables = [("DTYPE", "bfloat16")];
