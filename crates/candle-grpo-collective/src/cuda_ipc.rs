@@ -11,6 +11,10 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 use crate::gpu;
 use crate::transfer::{MemoryHandle, SharedBuffer, SharedMemory};
 
+/// The driver shares memory in pieces of this size, in bytes. A smaller allocation would share what
+/// is beside it.
+const SHARED: usize = 2 << 20;
+
 /// Allocates memory that other processes open with CUDA IPC, such as the worker of a vLLM server on
 /// the same GPU.
 pub struct CudaIpc {
@@ -40,10 +44,11 @@ impl SharedMemory for CudaIpc {
         let context = compute.context();
         let stream = context.new_stream().map_err(Error::wrap)?;
         context.bind_to_thread().map_err(Error::wrap)?;
+        let uuid = context.uuid().map_err(Error::wrap)?.bytes.map(byte);
         // Memory of a stream-ordered pool, as Candle's, has no handle of this kind.
         // SAFETY: the context is current.
         #[allow(unsafe_code)]
-        let address = unsafe { result::malloc_sync(bytes) };
+        let address = unsafe { result::malloc_sync(bytes.next_multiple_of(SHARED)) };
         let address = address.map_err(|error| {
             Error::msg(format!("a buffer of {bytes} bytes for CUDA IPC: {error}"))
         })?;
@@ -53,7 +58,7 @@ impl SharedMemory for CudaIpc {
             address,
             bytes,
             handle: CUipcMemHandle_st { reserved: [0; 64] },
-            uuid: context.uuid().map_err(Error::wrap)?.bytes.map(byte),
+            uuid,
         };
         // SAFETY: the address is that of an allocation, and the handle has room.
         #[allow(unsafe_code)]
@@ -79,10 +84,6 @@ fn byte(of: std::ffi::c_char) -> u8 {
 }
 
 impl SharedBuffer for Buffer {
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     fn handle(&self) -> MemoryHandle {
         MemoryHandle {
             memory: self.handle.reserved.map(byte),

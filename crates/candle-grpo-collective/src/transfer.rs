@@ -71,9 +71,6 @@ pub trait SharedMemory: Send + Sync {
 
 /// Memory that other processes can open. Dropping it frees the memory, so they must have closed it.
 pub trait SharedBuffer: Send {
-    /// Returns the size in bytes.
-    fn bytes(&self) -> usize;
-
     /// Returns the data with which another process opens the memory.
     fn handle(&self) -> MemoryHandle;
 

@@ -728,6 +728,7 @@ CUresult cuIpcGetMemHandle(IpcHandle* handle, CUdeviceptr pointer) {
         const int file = memfd_create("cuda_host", MFD_CLOEXEC);
         if (file < 0 || ftruncate(file, (off_t)whole) != 0 || pwrite(file, start, whole, 0) != (ssize_t)whole) {
             perror("cuda_host: a file for an allocation");
+            if (file >= 0) close(file);
             return OUT_OF_MEMORY;
         }
         map_again(start, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file);

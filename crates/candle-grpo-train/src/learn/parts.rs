@@ -183,7 +183,7 @@ impl<C: ModelConfig> TrainerParts<C> {
             check(world_size == 1 || !continues, name, continues, &must)?;
         }
         let must = format!(
-            "be false with {world_size} processes, of which the server waits for one to release memory"
+            "be false with {world_size} processes: the server would wait for the memory of one of them only"
         );
         let sleeps = rollout.sleep_mode;
         check(

@@ -429,7 +429,7 @@ impl TrainConfig {
             !self.rollout.check_weights || !keeps_adapters,
             "rollout.check_weights",
             true,
-            "be false with adapters, unless rollout.weight_sync is disk, nccl or ipc",
+            "be false with adapters, unless rollout.weight_sync is disk, nccl or ipc, or rollout.sleep_mode is true",
         )?;
         check::check(
             !self.rollout.partial || self.recipe.policy_loss.rollout_correction.is_some(),

@@ -17,8 +17,8 @@ use candle_grpo_nn::ComputeDType;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WeightSync {
-    /// `adapter` if adapters train. Otherwise `ipc` or `nccl` where one works, and `disk`
-    /// elsewhere.
+    /// `adapter` if adapters train and the server does not sleep. Otherwise `ipc` or `nccl` where
+    /// one works, and `disk` elsewhere.
     #[default]
     Auto,
     /// The adapters as a PEFT directory.
@@ -99,9 +99,9 @@ pub struct RolloutConfig {
     /// Weight transfer to the engine: `adapter` (a PEFT directory), `disk` (a
     /// Hugging Face directory), `nccl` (from GPU to GPU, with adapters merged), `ipc` (on the GPU
     /// that the policy shares with the server, with adapters merged), `none` (never: the engine is
-    /// a fixed policy), or `auto` (`adapter` if adapters train; otherwise `ipc` or `nccl` if the
-    /// policy is on a GPU, grpo has the feature `cuda` or `nccl`, and vLLM was started for it;
-    /// otherwise `disk`).
+    /// a fixed policy), or `auto` (`adapter` if adapters train and `sleep_mode` is false;
+    /// otherwise `ipc` or `nccl` if the policy is on a GPU, grpo has the feature `cuda` or
+    /// `nccl`, and vLLM was started for it; otherwise `disk`).
     pub weight_sync: WeightSync,
     /// Directory for the weights, which the servers must see under the same path. Absent:
     /// `weights` in the run directory.

@@ -464,6 +464,19 @@ impl RunConfig {
             None => server.validate_sampling_teacher(),
         };
         within(&at("server"), valid)?;
+        let rollout = &self.train.rollout;
+        let root = |url: &String| url.trim_end_matches('/').to_owned();
+        let sleeping: Vec<String> = rollout.base_url.iter().map(root).collect();
+        let asleep = server
+            .base_url
+            .iter()
+            .find(|url| sleeping.contains(&root(url)));
+        if let Some(url) = asleep.filter(|_| rollout.sleep_mode) {
+            let message = format!(
+                "{url}, must be another server with rollout.sleep_mode, for which this one sleeps while the teacher is asked"
+            );
+            return Err(Problem::at(&at("server.base_url"), message));
+        }
         if let Some(loss) = &recipe.distillation_loss {
             let wrong = |key: &str, message: String| {
                 let path = format!("recipe.distillation_loss.{key}");

@@ -226,6 +226,11 @@ fn a_teacher_that_does_not_fit_is_named() {
             None,
         ),
         (
+            "{model: teacher}",
+            "{server: {engine: vllm, base_url: 'http://a/'}}\nrollout: {engine: vllm, base_url: 'http://a', sleep_mode: true}",
+            Some("run.yaml:3: teacher.server.base_url: http://a/, must be another server"),
+        ),
+        (
             "{model: teacher}\nsampling: {",
             "{server: {engine: sglang, base_url: 'http://a'}}\nsampling: {temperature: 0.7, ",
             Some("run.yaml:4: sampling.temperature: 0.7, must be 1 with teacher.server"),

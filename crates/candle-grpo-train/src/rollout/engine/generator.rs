@@ -218,8 +218,8 @@ impl ServerGenerator {
     /// Sets the transport over which servers can receive whole weights from memory, or the error
     /// that explains why there is none. vLLM supports it.
     ///
-    /// With [`WeightSync::Auto`], weights then go through a directory only if there is no
-    /// transport, or if a server does not join it at the first transfer. The reason is logged.
+    /// With [`WeightSync::Auto`], weights then go over it if all servers join at the first
+    /// transfer, and otherwise through a directory. The reason is logged.
     ///
     /// # Errors
     ///

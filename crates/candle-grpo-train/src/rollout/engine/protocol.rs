@@ -552,6 +552,11 @@ impl Server {
         })
     }
 
+    /// Returns whether the server may still read memory of this process, after a failed transfer.
+    pub(super) fn shares_memory(&self) -> bool {
+        self.sharing.get().is_some_and(Sharing::is_open)
+    }
+
     /// Sends a request, and returns its answer's body.
     fn send(&self, call: &Call, time: Duration, bytes: u64) -> Result<String, Failure> {
         send(&self.http, &self.url, call, time, bytes)

@@ -330,7 +330,10 @@ impl Servers {
                 Err(failure @ Failure::Connection(_)) => {
                     tracing::warn!("{url}: {failure}; if it has not ended, it keeps its memory");
                 }
-                Err(failure) => bail!("{}.sleep_mode: {url}: {failure}", self.section),
+                Err(failure) => {
+                    self.lock().is_asleep = false;
+                    bail!("{}.sleep_mode: {url}: {failure}", self.section);
+                }
             }
         }
         Ok(Some(true))
@@ -346,9 +349,9 @@ impl Servers {
             .is_some_and(|weights| weights.format == WeightFormat::SharedMemory);
         let up: Vec<bool> = state.servers.iter().map(ServerState::is_up).collect();
         drop(state);
-        for (server, _) in self.list.iter().zip(up).filter(|(_, is_up)| *is_up) {
+        for (server, is_up) in self.list.iter().zip(up) {
             let is_open = server.transfer.get().is_some_and(Transfer::is_open);
-            if is_shared || is_open {
+            if is_up && (is_shared || is_open) {
                 self.protocol.leave(server);
             }
         }
@@ -664,7 +667,18 @@ impl Servers {
                 let format = weights.format;
                 let transfer = |setting: &mut Option<String>| {
                     *setting = weights.live.is_some().then(|| self.weight_sync.clone());
-                    self.protocol.load(server, weights)
+                    self.protocol.load(server, weights)?;
+                    if let Some(check) = &self.weight_check
+                        && format != WeightFormat::Adapter
+                    {
+                        *setting = Some("check_weights".to_owned());
+                        let reported = self.protocol.checksums(server);
+                        let compared = reported.and_then(|r| check.compare(index, &r, weights));
+                        // Other servers may sample meanwhile, so the run need not end.
+                        compared
+                            .inspect_err(|failure| tracing::warn!("{}: {failure}", server.url))?;
+                    }
+                    Ok(())
                 };
                 if let Some(device) = self.device.get().filter(|_| self.sleep_mode) {
                     let protocol = &*self.protocol;
@@ -680,18 +694,18 @@ impl Servers {
                 } else {
                     transfer(setting)?;
                 }
-                if let Some(check) = &self.weight_check
-                    && format != WeightFormat::Adapter
-                {
-                    *setting = Some("check_weights".to_owned());
-                    let reported = self.protocol.checksums(server);
-                    let compared = reported.and_then(|r| check.compare(index, &r, weights));
-                    // Other servers may sample meanwhile, so the run need not end.
-                    compared.inspect_err(|failure| tracing::warn!("{}: {failure}", server.url))?;
-                }
                 Ok(())
             }
             _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Servers {
+    fn drop(&mut self) {
+        // One whose transfer has failed may still have the memory open that is freed next.
+        for server in self.list.iter().filter(|server| server.shares_memory()) {
+            self.protocol.leave(server);
         }
     }
 }

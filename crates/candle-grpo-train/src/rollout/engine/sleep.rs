@@ -56,7 +56,8 @@ impl Loaded<'_> {
     }
 }
 
-/// Returns memory that this process no longer uses to the GPU.
+/// Returns memory that this process no longer uses to the GPU. It changes none that is in use, so
+/// another thread may compute meanwhile.
 fn release(device: &Device) -> std::result::Result<(), Failure> {
     let released: Result<()> = release_cuda_memory(device);
     released.map_err(|error| Failure::Malformed(format!("releasing memory: {error}")))

@@ -128,7 +128,7 @@ impl Protocol for Vllm {
     }
 
     fn leave(&self, server: &Server) {
-        vllm_transfer::shut_down(server);
+        vllm_transfer::shut_down(server, server.shares_memory());
     }
 
     fn sleep(&self, server: &Server) -> Result<(), Failure> {

@@ -16,7 +16,8 @@ use super::packing::messages;
 use super::protocol::{Call, Failure, Server};
 use super::vllm::reset_prefix_cache;
 use super::vllm_transfer::{
-    abandon, describe, failed, finish, live, paused, processes, start, update, with_requirement,
+    abandon, describe, failed, finish, live, paused, processes, requirement, start, update,
+    with_requirement,
 };
 use super::weights::EngineWeights;
 
@@ -37,6 +38,11 @@ impl Sharing {
             message,
             open: Mutex::new(None),
         }
+    }
+
+    /// Returns whether a server may have a buffer open after a failed transfer.
+    pub(super) fn is_open(&self) -> bool {
+        self.open.try_lock().is_ok_and(|open| open.is_some())
     }
 
     fn open(&self) -> MutexGuard<'_, Option<Box<dyn SharedBuffer>>> {
@@ -89,12 +95,9 @@ fn send(
     // Before the buffer changes: the server has then ended an earlier update.
     start(server)?;
     let buffer = match open {
-        Some(buffer) if buffer.bytes() == bytes => buffer,
-        _ => {
-            // Before the other one takes its memory.
-            *open = None;
-            open.insert(sharing.memory.allocate(bytes).map_err(failed)?)
-        }
+        // All transfers have the same sizes.
+        Some(buffer) => buffer,
+        None => open.insert(sharing.memory.allocate(bytes).map_err(failed)?),
     };
     let handles = STANDARD.encode(ipc_handles(&buffer.handle(), bytes));
     for message in messages {
@@ -109,7 +112,8 @@ fn send(
             Failure::Status { status, message } => Failure::Status {
                 status,
                 message: format!(
-                    "{message}; the server must be on the policy's GPU, and started with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+                    "{message}; it must be {}, on the policy's GPU",
+                    requirement("ipc")
                 ),
             },
             failure => failure,

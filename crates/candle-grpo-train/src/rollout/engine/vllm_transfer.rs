@@ -12,8 +12,15 @@ const MAX_PROCESSES: u64 = 1 << 16;
 
 /// Returns what a server must be that receives weights over `backend`.
 pub(super) fn requirement(backend: &str) -> String {
+    let (version, variables) = match backend {
+        "ipc" => (
+            "0.32",
+            "VLLM_SERVER_DEV_MODE=1, VLLM_ALLOW_INSECURE_SERIALIZATION=1",
+        ),
+        _ => ("0.30 or newer", "VLLM_SERVER_DEV_MODE=1"),
+    };
     format!(
-        "vLLM 0.30 or newer, started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{{\"backend\":\"{backend}\"}}'"
+        "vLLM {version}, started with {variables} and --weight-transfer-config '{{\"backend\":\"{backend}\"}}'"
     )
 }
 
@@ -109,13 +116,24 @@ pub(super) fn finish(server: &Server, weights: &EngineWeights) -> Result<(), Fai
         .map(drop)
 }
 
-/// Ends an update that has failed, in which the server may still be.
+/// Ends an update that has failed, in which the server may still be. The next one begins without
+/// any of its weights.
 pub(super) fn abandon(server: &Server) {
-    let _ = server.call_briefly(&Call::post("/finish_weight_update", json!({})));
+    let post = |path: &str| server.call_briefly(&Call::post(path, json!({})));
+    // vLLM leaves an update that it has failed itself, and keeps the weights that it has received
+    // for layers that lack others. Only the end of an update clears them.
+    let ended = post("/finish_weight_update");
+    if ended.is_err() && post("/start_weight_update").is_ok() {
+        let _ = post("/finish_weight_update");
+    }
 }
 
-/// Lets the server's processes end their connection to this one, best effort.
-pub(super) fn shut_down(server: &Server) {
+/// Lets the server's processes end their connection to this one, best effort. After a failed
+/// update, the server may still be in it.
+pub(super) fn shut_down(server: &Server, after_failure: bool) {
+    if after_failure {
+        abandon(server);
+    }
     let call = Call::post("/shutdown_weight_transfer_engine", json!({}));
     if let Err(failure) = server.call_briefly(&call) {
         tracing::debug!("{}: {failure}", server.url);

@@ -266,6 +266,43 @@ fn a_fault_ends_the_transfer_and_the_next_one_succeeds(
     assert!(!sharing.server().engine().paused);
 }
 
+/// The server keeps weights of an update that it has failed, until another update ends.
+#[rstest]
+#[case::first(0)]
+#[case::second(1)]
+fn an_update_that_the_server_fails_leaves_no_weights(#[case] before: usize) {
+    let sharing = Sharing::new(WeightSync::Ipc, &Device::Cpu);
+    let client = sharing.client(&sharing.setup.config());
+    sharing.policy(1).push(&client).unwrap();
+    sharing.worker().fail_after(before);
+    let policy = sharing.policy(2);
+    policy.push(&client).unwrap();
+    sharing.assert_received(&policy);
+    policy.assert_drew(&drawn(&client).unwrap(), short().temperature);
+}
+
+/// The run ends after a failed transfer, in which the server still has the memory open.
+#[test]
+fn memory_is_freed_once_the_server_has_closed_it() {
+    let sharing = Sharing::new(WeightSync::Ipc, &Device::Cpu);
+    let client = sharing.client(&sharing.setup.impatient());
+    until_it_succeeds(|| sharing.policy(1).push(&client));
+    let server = sharing.server();
+    server.set_faults(|request| {
+        let lost = || Fault::After(Box::new(|_| Reply::closed()));
+        let fails = matches!(request.path(), "/update_weights" | "/finish_weight_update");
+        fails.then(lost)
+    });
+    sharing.policy(2).push(&client).unwrap_err();
+    server.set_faults(|_| None);
+    drop(client);
+    // A thread may still send weights.
+    while sharing.files.buffers() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(sharing.files.freed_early(), 0);
+}
+
 #[test]
 fn a_server_that_does_not_answer_is_an_error_within_the_limit() {
     let sharing = Sharing::new(WeightSync::Ipc, &Device::Cpu);

@@ -52,7 +52,10 @@ class Files:
 
 class Gpu:
     def __init__(self):
-        self.cuda = ctypes.CDLL("libcuda.so")
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError:  # The emulated GPU has this name only.
+            self.cuda = ctypes.CDLL("libcuda.so")
         self.device = ctypes.c_int()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(self.device), 0)

@@ -39,6 +39,10 @@ struct Worker {
     digests: Digests,
     /// Lengths of all messages.
     messages: Vec<usize>,
+    /// The number of messages before one that fails, once.
+    fails_after: Option<usize>,
+    /// True after an update that the worker has failed, until another one ends.
+    has_failed: bool,
 }
 
 struct Process {
@@ -64,6 +68,8 @@ impl IpcWorker {
             received: HashMap::new(),
             digests: Digests::new(),
             messages: Vec::new(),
+            fails_after: None,
+            has_failed: false,
         })))
     }
 
@@ -76,6 +82,7 @@ impl IpcWorker {
         let mut worker = self.lock();
         worker.process = None;
         worker.packed = false;
+        worker.has_failed = false;
     }
 
     /// Returns the SHA-256 of each weight of the last update.
@@ -102,14 +109,36 @@ impl IpcWorker {
         worker.digests.clear();
     }
 
-    /// Receives some of the weights.
+    /// Lets the worker fail after this number of messages.
+    pub(crate) fn fail_after(&self, messages: usize) {
+        self.lock().fails_after = Some(messages);
+    }
+
+    /// Receives some of the weights. vLLM keeps the weights of an update that it has failed, and
+    /// adds those of the next one, with wrong results. Here that is an error.
     pub(crate) fn receive(&self, body: &Value) -> std::result::Result<(), String> {
+        let received = self.receive_message(body);
+        self.lock().has_failed |= received.is_err();
+        received
+    }
+
+    fn receive_message(&self, body: &Value) -> std::result::Result<(), String> {
         let info = &body["update_info"];
         let announced = announced(info)?;
         let mut worker = self.lock();
         if !worker.packed {
             return Err("not packed".to_owned());
         }
+        if worker.has_failed {
+            return Err("it has weights of a failed update".to_owned());
+        }
+        worker.fails_after = match worker.fails_after {
+            Some(0) => {
+                worker.fails_after = None;
+                return Err("out of memory".to_owned());
+            }
+            left => left.map(|left| left - 1),
+        };
         let weights = worker.ask(info)?;
         let mut bytes = 0;
         for weight in announced {
@@ -134,6 +163,7 @@ impl IpcWorker {
     pub(crate) fn finish(&self) -> std::result::Result<HashMap<String, Tensor>, String> {
         let mut worker = self.lock();
         worker.ask(&Value::Null)?;
+        worker.has_failed = false;
         Ok(std::mem::take(&mut worker.received))
     }
 }
@@ -241,10 +271,6 @@ struct FileBuffer {
 }
 
 impl SharedBuffer for FileBuffer {
-    fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     fn handle(&self) -> MemoryHandle {
         let mut handle = MemoryHandle {
             memory: [0; 64],

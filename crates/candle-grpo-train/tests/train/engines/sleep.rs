@@ -192,8 +192,9 @@ fn a_server_that_has_ended_does_not_need_to_sleep() {
 
 #[test]
 fn a_server_that_cannot_sleep_is_an_error_that_names_the_setting() {
-    let (sharing, _) = sleeping(WeightSync::Ipc, &Device::Cpu);
-    let client = sharing.client(&impatient(&sharing));
+    let (sharing, mut config) = sleeping(WeightSync::Ipc, &Device::Cpu);
+    config.server_timeout = impatient(&sharing).server_timeout;
+    let client = sharing.client(&config);
     until_it_succeeds(|| sharing.policy(1).push(&client));
     let server = sharing.server();
     server.engine().sleep = None;
@@ -303,7 +304,7 @@ fn several_ranks_are_refused() {
         };
         Trainer::new(parts).err().unwrap().to_string()
     });
-    let must = "rollout.sleep_mode: true, must be false with 2 processes, of which the server waits for one to release memory";
+    let must = "rollout.sleep_mode: true, must be false with 2 processes: the server would wait for the memory of one of them only";
     assert_eq!(errors, [must; 2]);
 }
 

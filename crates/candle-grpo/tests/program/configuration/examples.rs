@@ -68,6 +68,27 @@ fn in_order(row: &Row) -> [u64; 2] {
     [a.min(b), a.max(b)]
 }
 
+/// The questions are the same facts in other words.
+#[test]
+fn facts_are_the_same_in_both_files() {
+    let fact = |row: &Row| ["town", "code"].map(|column| row.columns[column].clone());
+    for file in ["facts-llm/run.yaml", "facts-llm/self_teacher.yaml"] {
+        let (config, data) = read(file);
+        let facts = |rows: &[Row]| rows.iter().map(fact).collect::<Vec<_>>();
+        assert_eq!(facts(&data.train), facts(&data.held_out));
+        assert_eq!(data.train.len(), config.train.prompts_per_step);
+        let row = &data.held_out[0];
+        let [town, code] = fact(row);
+        let (town, code) = (town.as_str().unwrap(), code.as_u64().unwrap());
+        let prompt = format!(
+            "<|im_start|>user\nWhich code does {town} have?<|im_end|>\n<|im_start|>assistant\n{town} has the code"
+        );
+        assert_eq!(data.question(row).unwrap(), Question::Text(prompt));
+        assert_eq!(score(&config, row, &format!(" {code}.")), 1.0);
+        assert_eq!(score(&config, row, &format!(" {code}1.")), 0.0);
+    }
+}
+
 #[test]
 fn json_data_is_correct_and_no_held_out_name_is_trained_on() {
     let (config, data) = read("json-llm/run.yaml");

@@ -171,7 +171,7 @@ fn large_steps(model: &Path, rollout: Value, run_dir: &str) -> Vec<(&'static str
         ("/max_steps", json!(3)),
         ("/evaluation/every_steps", Value::Null),
         ("/rollout", rollout),
-        ("/rewards", json!([{"kind": "regex", "pattern": "^[ a-m]"}])),
+        ("/rewards", json!([{"kind": "regex", "pattern": "e"}])),
         ("/optimizer/learning_rate", json!(1e-2)),
         ("/run_dir", json!(run_dir)),
     ]
@@ -196,7 +196,8 @@ fn vllm_receives_qwen3_5() {
     let mut rollout = rollout(&server);
     rollout["log_prob_tolerance"] = json!(0.1);
     let adapters = json!({"rank": 16, "alpha": 32.});
-    for (run_dir, adapters) in [("whole", Value::Null), ("adapters", adapters)] {
+    // In this order, because adapters do not replace the weights under them.
+    for (run_dir, adapters) in [("adapters", adapters), ("whole", Value::Null)] {
         rollout["check_weights"] = json!(adapters.is_null());
         let mut keys = large_steps(&model, rollout.clone(), run_dir);
         keys.push(("/compute_dtype", json!("bf16")));
@@ -205,7 +206,9 @@ fn vllm_receives_qwen3_5() {
         write_config(folder.path(), &keys);
         succeeds(folder.path(), &["train", "run.json"]);
         for step in lines(&folder.path().join(run_dir).join("metrics.jsonl")) {
-            println!("{run_dir}: k3 {}", step["rollout_kl_k3"]);
+            let divergence = step["rollout_kl_k3"].as_f64().unwrap();
+            println!("{run_dir}: k3 {divergence}");
+            assert!(divergence < 0.05, "{divergence}");
         }
     }
 }
