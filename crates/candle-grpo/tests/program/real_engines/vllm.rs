@@ -87,6 +87,14 @@ fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
     drop(server);
 }
 
+/// A recipe whose metrics compare the server's log-probs with the policy's.
+fn corrected() -> Value {
+    json!({
+        "group_filter": {},
+        "policy_loss": {"rollout_correction": {"weight": {"max": 2.}}},
+    })
+}
+
 /// Steps end before their last completions do, and updates arrive while they are sampled.
 #[test]
 #[ignore = "needs vLLM: make test-vllm"]
@@ -96,10 +104,7 @@ fn completions_of_vllm_continue_with_new_weights() {
     rollout["max_staleness"] = json!(1);
     rollout["in_flight_updates"] = json!(true);
     rollout["partial"] = json!(true);
-    let recipe = json!({
-        "group_filter": {},
-        "policy_loss": {"rollout_correction": {"weight": {"max": 2.}}},
-    });
+    let recipe = corrected();
     let keys = |steps: usize, learning_rate: f64| {
         [
             ("/max_steps", json!(steps)),
@@ -172,6 +177,8 @@ fn large_steps(model: &Path, rollout: Value, run_dir: &str) -> Vec<(&'static str
         ("/evaluation/every_steps", Value::Null),
         ("/rollout", rollout),
         ("/rewards", json!([{"kind": "regex", "pattern": "e"}])),
+        ("/recipe", corrected()),
+        ("/old_log_probs", json!("recompute")),
         ("/optimizer/learning_rate", json!(1e-2)),
         ("/run_dir", json!(run_dir)),
     ]
@@ -201,7 +208,6 @@ fn vllm_receives_qwen3_5() {
         rollout["check_weights"] = json!(adapters.is_null());
         let mut keys = large_steps(&model, rollout.clone(), run_dir);
         keys.push(("/compute_dtype", json!("bf16")));
-        keys.push(("/old_log_probs", json!("recompute")));
         keys.push(("/adapters", adapters));
         write_config(folder.path(), &keys);
         succeeds(folder.path(), &["train", "run.json"]);
@@ -225,7 +231,6 @@ fn experts_that_vllm_does_not_pack_are_found() {
     let mut fixed = rollout(&server);
     fixed["weight_sync"] = json!("none");
     let mut keys = large_steps(&model, fixed, "fixed");
-    keys.push(("/old_log_probs", json!("recompute")));
     keys.push(("/optimizer/learning_rate", json!(0.)));
     write_config(folder.path(), &keys);
     succeeds(folder.path(), &["train", "run.json"]);
