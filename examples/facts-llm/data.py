@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes train.jsonl and held_out.jsonl beside this file: the codes of 16 invented towns, with a fixed seed.
 
-No model knows them. The held-out questions ask for the same codes in other words.
+They are in no model's training data. The held-out questions ask for the same codes in other words.
 """
 
 import json
