@@ -212,11 +212,11 @@ int current_device() { return current_context == nullptr ? 0 : (int)(current_con
 thread_local std::map<std::string, uint64_t> calls;
 // Operations of NCCL beside which no kernel of this thread was launched so far.
 thread_local std::vector<Place> alone;
-// Allocations of this thread that fail: how many precede them, how many fail, and how many have failed.
-struct FailingAllocations {
+// Calls of this thread that fail, by name: how many precede them, how many fail, and how many have failed.
+struct Failing {
     uint64_t before, count, failed;
 };
-thread_local FailingAllocations failing;
+thread_local std::map<std::string, Failing> failing;
 
 CUresult refuse(CUresult result, const char* format, ...) {
     char text[400];
@@ -344,13 +344,7 @@ void protect(void* start, size_t bytes, int access) {
 // Counts an allocation, and returns whether it fails.
 bool allocation_fails() {
     calls["allocation"]++;
-    if (failing.before > 0) {
-        failing.before--;
-        return false;
-    }
-    if (failing.failed == failing.count) return false;
-    failing.failed++;
-    return true;
+    return cuda_host::fails("allocation");
 }
 
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
@@ -501,6 +495,19 @@ void cuda_host::enqueue(void* stream, const char* name, const std::vector<Use>& 
     if (is_nccl) alone.push_back({of->id, of->issued, name});
 }
 
+bool cuda_host::fails(const char* name) {
+    const auto found = failing.find(name);
+    if (found == failing.end()) return false;
+    Failing& calls = found->second;
+    if (calls.before > 0) {
+        calls.before--;
+        return false;
+    }
+    if (calls.failed == calls.count) return false;
+    calls.failed++;
+    return true;
+}
+
 bool cuda_host::is_inside(uint64_t address, uint64_t bytes, const char* name) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (bytes == 0) return true;
@@ -522,10 +529,10 @@ uint64_t cuda_host_calls(const char* name) {
     return found == calls.end() ? 0 : found->second;
 }
 
-// Makes `count` allocations of this thread fail, after `before` others. Returns how many have failed since
-// the last call.
-uint64_t cuda_host_fail_allocations(uint64_t before, uint64_t count) {
-    return std::exchange(failing, {before, count, 0}).failed;
+// Makes `count` calls of `name` by this thread fail, after `before` others. Returns how many of them have failed since
+// the last call. The name is "allocation", "nccl", or a function of events.
+uint64_t cuda_host_fail_calls(const char* name, uint64_t before, uint64_t count) {
+    return std::exchange(failing[name], {before, count, 0}).failed;
 }
 
 // Returns the most memory of the current GPU that was in use since the last call.
@@ -644,6 +651,7 @@ CUresult cuGraphLaunch(void* instance, void* stream) {
 }
 CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     CALL_IN_CONTEXT;
+    if (cuda_host::fails(__func__)) return OUT_OF_MEMORY;
     const Event& event = *(Event*)handle;
     if (event.stream == nullptr || event.stream == stream_of(stream)) return broken;
     stream_of(stream)->clock.merge(event.clock);
@@ -652,6 +660,7 @@ CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 
 CUresult cuEventCreate(void** event, unsigned) {
     CALL;
+    if (cuda_host::fails(__func__)) return OUT_OF_MEMORY;
     *event = new Event;
     return SUCCESS;
 }
@@ -662,6 +671,7 @@ CUresult cuEventDestroy_v2(void* event) {
 }
 CUresult cuEventRecord(void* event, void* stream) {
     CALL_IN_CONTEXT;
+    if (cuda_host::fails(__func__)) return OUT_OF_MEMORY;
     Stream* of = stream_of(stream);
     *(Event*)event = {of, of->issued, of->clock};
     return broken;

@@ -21,4 +21,7 @@ void enqueue(void* stream, const char* name, const std::vector<Use>& uses, std::
 // and sets the error that later calls return.
 bool is_inside(uint64_t address, uint64_t bytes, const char* name);
 
+// Returns whether a test makes this call of `name` fail.
+bool fails(const char* name);
+
 }  // namespace cuda_host

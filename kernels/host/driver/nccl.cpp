@@ -165,6 +165,7 @@ thread_local int depth;
 
 int start(Call call, const void* send, void* receive, Comm* comm, void* stream) {
     if (element_bytes(call.type) == 0) return INVALID_ARGUMENT;
+    if (cuda_host::fails("nccl")) return SYSTEM_ERROR;
     const Work work = {stream, {{(uint64_t)send, false}, {(uint64_t)receive, true}},
                        [=] { run(comm, call, (const char*)send, (char*)receive); }};
     if (depth > 0) group.push_back(work);

@@ -81,20 +81,33 @@ impl CudaCalls {
 
 /// Runs `run` while `count` of this thread's allocations fail for lack of memory, after `before`
 /// others. Also returns how many have failed. `None` without the emulation.
-#[allow(unsafe_code)]
 pub fn with_failing_allocations<T>(
     before: u64,
     count: u64,
     run: impl FnOnce() -> T,
 ) -> Option<(T, u64)> {
-    let function = symbol(c"cuda_host_fail_allocations")?;
+    with_failing_calls(c"allocation", before, count, run)
+}
+
+/// Runs `run` while `count` of this thread's calls of `name` fail, after `before` others:
+/// allocations (`allocation`), operations of NCCL (`nccl`), or a function of events, such as
+/// `cuEventRecord`. Also returns how many have failed. `None` without the emulation.
+#[allow(unsafe_code)]
+pub fn with_failing_calls<T>(
+    name: &CStr,
+    before: u64,
+    count: u64,
+    run: impl FnOnce() -> T,
+) -> Option<(T, u64)> {
+    let function = symbol(c"cuda_host_fail_calls")?;
     // SAFETY: the function of this name has this signature.
-    let fail: unsafe extern "C" fn(u64, u64) -> u64 = unsafe { std::mem::transmute(function) };
-    // SAFETY: the function accepts any numbers.
-    unsafe { fail(before, count) };
+    let fail: unsafe extern "C" fn(*const c_char, u64, u64) -> u64 =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: the name is a C string, and the function accepts any numbers.
+    unsafe { fail(name.as_ptr(), before, count) };
     let result = run();
     // SAFETY: as before.
-    let failed = unsafe { fail(0, 0) };
+    let failed = unsafe { fail(name.as_ptr(), 0, 0) };
     Some((result, failed))
 }
 

@@ -40,7 +40,7 @@ mod thread_ranks;
 pub use agent::AGENT_START;
 pub use candle_grpo_kernels::cuda_device;
 pub use compare::{assert_close, gradient, message, numbers};
-pub use cuda_calls::{CudaCalls, cuda_peak_bytes, with_failing_allocations};
+pub use cuda_calls::{CudaCalls, cuda_peak_bytes, with_failing_allocations, with_failing_calls};
 pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices, is_long, stay_on_cpu};
 pub use documented_defaults::{assert_defaults_are_documented, other_fields, serialized};
