@@ -7,14 +7,17 @@ mod common;
 #[path = "common/transfer.rs"]
 mod transfer;
 
+use std::ffi::CStr;
 use std::process::{Command, ExitCode};
 
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_collective::launch::{Environment, Launcher};
-use candle_grpo_collective::{Collective, Nccl, connect};
-use candle_grpo_test_support::{CudaCalls, ReservedPort, cuda, cuda_device, message};
-use common::{Process, cases, check, end_early, run, trials_of_ends};
+use candle_grpo_collective::{Collective, Nccl, Ticket, connect};
+use candle_grpo_test_support::{
+    CudaCalls, ReservedPort, cuda, cuda_device, message, with_failing_calls,
+};
+use common::{Process, cases, check, end_early, one, run, trials_of_ends};
 use libtest_mimic::{Failed, Trial};
 
 type Outcome<T = ()> = std::result::Result<T, Failed>;
@@ -35,6 +38,10 @@ fn main() -> ExitCode {
             .collect();
         if gpus > 1 {
             trials.extend(trials_of_ends(ends));
+            trials.push(Trial::test(
+                "a_rank_that_is_killed_in_a_gather_beside_computation_ends_the_others",
+                || ends("kill_in_gather_beside"),
+            ));
             trials.push(Trial::test("ranks_of_two_jobs_are_an_error", two_jobs));
         }
         if is_emulated() {
@@ -191,6 +198,7 @@ fn rank(part: &str) -> Result<()> {
     cases::run(&*ranks, &Device::Cpu)?;
     sums_wait_for_the_device_that_is_opened_again(&*ranks)?;
     kernels_wait_for_the_operation_of_a_ticket(&*ranks)?;
+    an_operation_that_fails_keeps_its_tensors(&*ranks)?;
     refuses_another_handle(&*ranks)
 }
 
@@ -231,7 +239,10 @@ fn kernels_wait_for_the_operation_of_a_ticket(ranks: &dyn Collective) -> Result<
     let second = ranks.start_reduce_scatter_sum(&[&tensors[1]])?;
     let third = ranks.start_all_gather(&[&tensors[2]])?;
     ranks.finish(second)?;
+    let events = || CudaCalls::now().map(|calls| calls.events);
+    let events_before = events();
     ranks.finish(first)?;
+    assert_eq!(events(), events_before);
     let (first, other) = ((&tensors[0] * 2.)?, (other * 2.)?);
     if let Some(calls) = CudaCalls::now()
         .zip(before)
@@ -244,6 +255,53 @@ fn kernels_wait_for_the_operation_of_a_ticket(ranks: &dyn Collective) -> Result<
     assert_eq!(first.to_vec1::<f32>()?, vec![2. * n as f32; n]);
     assert_eq!(other.to_vec1::<f32>()?, vec![4.; n]);
     assert_eq!(tensors[2].to_vec1::<f32>()?, vec![1.; n]);
+    Ok(())
+}
+
+/// Starts sums while calls of these names fail, each after this number of others. `None` without an
+/// emulated GPU.
+fn start_failing(
+    calls: &[(&CStr, u64)],
+    start: &dyn Fn() -> Result<Ticket>,
+) -> Option<Result<Ticket>> {
+    let Some((&(name, before), others)) = calls.split_first() else {
+        return Some(start());
+    };
+    let (started, failed) = with_failing_calls(name, before, 1, || start_failing(others, start))?;
+    assert_eq!(failed, 1, "{name:?}");
+    started
+}
+
+/// The same operations fail on all ranks: in part, or because their end has no event. No memory is
+/// freed while they may use it, which the emulated GPU refuses, and the first error is returned.
+fn an_operation_that_fails_keeps_its_tensors(ranks: &dyn Collective) -> Result<()> {
+    let device = cuda_device(0)?;
+    // The events of the stream that starts to wait are first.
+    let wait = (c"cuStreamWaitEvent", 1);
+    let (create, record) = ((c"cuEventCreate", 1), (c"cuEventRecord", 1));
+    let second_sum = (c"nccl", 1);
+    for (calls, expected, operations) in [
+        (&[second_sum][..], "ncclAllReduce", 1),
+        (&[second_sum, wait], "ncclAllReduce", 1),
+        (&[second_sum, record], "ncclAllReduce", 1),
+        (&[record], "OUT_OF_MEMORY", 2),
+        (&[create], "OUT_OF_MEMORY", 0),
+    ] {
+        let tensors = [1., 2.].map(|number| Tensor::full(number, 1000, &device));
+        let [x, y] = tensors;
+        let (x, y): (Tensor, Tensor) = (x?, y?);
+        let before = CudaCalls::now();
+        let Some(started) = start_failing(calls, &|| ranks.start_all_reduce_sum(&[&x, &y])) else {
+            return Ok(());
+        };
+        let text = message(started.map(drop));
+        assert!(text.contains(expected), "{calls:?}: {text}");
+        let found = CudaCalls::now().zip(before);
+        let found = found.map(|(after, before)| (after - before).operations);
+        assert_eq!(found, Some(operations), "{calls:?}");
+        drop((x, y));
+        one(ranks, &device)?;
+    }
     Ok(())
 }
 

@@ -26,9 +26,10 @@ use watchdog::Watchdog;
 /// Operations run on a separate stream, one after the other. Each waits for the kernels that were
 /// launched before it starts. [`Collective::start_all_reduce_sum`] and similar calls return at
 /// once, and kernels that are launched before [`Collective::finish`] run at the same time. With
-/// tensors on the GPU, the host waits only in [`Collective::barrier`]. CPU tensors are copied to
-/// the GPU and back. GPU tensors must be on the device with which the ranks connected. bf16 is
-/// summed in f32 and rounded once.
+/// tensors on the GPU, the host waits only in [`Collective::barrier`], and while NCCL connects the
+/// ranks, which it may also do in the first operations. CPU tensors are copied to the GPU and back.
+/// GPU tensors must be on the device with which the ranks connected. bf16 is summed in f32 and
+/// rounded once.
 ///
 /// # Determinism
 ///
@@ -145,27 +146,52 @@ impl Nccl {
             .iter()
             .map(|tensor| memory(tensor, &self.stream))
             .collect::<Result<_>>()?;
+        let kept: Vec<Tensor> = tensors.iter().map(|tensor| tensor.detach()).collect();
+        let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
+        let end = Arc::new(
+            self.stream
+                .context()
+                .new_event(flags)
+                .map_err(Error::wrap)?,
+        );
         // SAFETY: the memory belongs to tensors on this device. `started` keeps them until the
         // compute stream, on which memory is freed, waits for this one. The callers check the
         // dtypes.
         #[allow(unsafe_code)]
         let enqueued = unsafe { self.comm.enqueue(operation, &memory, &self.stream) };
-        if let Err(error) = enqueued {
-            // A part of the operation may run.
-            self.compute.join(&self.stream).map_err(Error::wrap)?;
-            return Err(error);
+        // A part of an operation that failed may run, and wait for other ranks.
+        if let Err(error) = end.record(&self.stream) {
+            // Nothing can wait for the operation, so its memory is never freed.
+            std::mem::forget(kept);
+            return Err(enqueued.err().unwrap_or_else(|| Error::wrap(error)));
         }
-        let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
-        let end = Arc::new(self.stream.record_event(flags).map_err(Error::wrap)?);
         self.watchdog.operation(Arc::clone(&end));
         let ticket = Ticket(started.last.0 + 1);
         started.last = ticket;
         started.running.push_back(Running {
             ticket,
             end,
-            _tensors: tensors.iter().map(|tensor| tensor.detach()).collect(),
+            _tensors: kept,
         });
+        if let Err(error) = enqueued {
+            // If this fails, the tensors stay until a later call finishes.
+            let _ = self.wait(&mut started, ticket);
+            return Err(error);
+        }
         Ok(ticket)
+    }
+
+    /// Makes the compute stream wait for the end of an operation.
+    fn wait(&self, started: &mut Started, ticket: Ticket) -> Result<()> {
+        let running = &mut started.running;
+        let count = running.partition_point(|running| running.ticket <= ticket);
+        // Operations end in order.
+        let Some(last) = count.checked_sub(1).and_then(|last| running.get(last)) else {
+            return Ok(());
+        };
+        self.compute.wait(&last.end).map_err(Error::wrap)?;
+        running.drain(..count);
+        Ok(())
     }
 
     /// Checks that each tensor is on the CPU or on the ranks' device.
@@ -271,16 +297,7 @@ impl Collective for Nccl {
 
     /// The compute stream waits for the end of the operation, and this call for nothing.
     fn finish(&self, ticket: Ticket) -> Result<()> {
-        let mut started = self.lock();
-        let running = &mut started.running;
-        let count = running.partition_point(|running| running.ticket <= ticket);
-        // Operations end in order.
-        let Some(last) = count.checked_sub(1).and_then(|last| running.get(last)) else {
-            return Ok(());
-        };
-        self.compute.wait(&last.end).map_err(Error::wrap)?;
-        running.drain(..count);
-        Ok(())
+        self.wait(&mut self.lock(), ticket)
     }
 
     /// The group shares the stream of these ranks, so that operations of both run in the order of
