@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// The number of an operation that a rank has started. Later operations have larger numbers, and 0
-/// is before all of them.
+/// The number of an operation that a rank has started. Later operations of the same [`Collective`]
+/// have larger numbers, and 0 is before all of them. A group from [`Collective::split`] counts its
+/// own.
 #[must_use = "the tensors must not be used before Collective::finish"]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Ticket(pub u64);
@@ -16,7 +17,12 @@ pub struct Ticket(pub u64);
 /// every rank receives the same bits. The other operations copy elements in any dtype.
 ///
 /// Every rank must call the same operations in the same order, with the same number of tensors and
-/// the same shapes and dtypes. Calls from several threads must not overlap.
+/// the same shapes and dtypes. Calls from several threads must not overlap, apart from
+/// [`finish`](Self::finish).
+///
+/// An implementation that overrides a `start` function must also override
+/// [`finish`](Self::finish). One that wraps another must forward all of them and
+/// [`is_asynchronous`](Self::is_asynchronous), or operations do not run beside computation.
 ///
 /// # Errors
 ///
@@ -32,11 +38,20 @@ pub struct Ticket(pub u64);
 /// use std::sync::atomic::{AtomicUsize, Ordering};
 ///
 /// use candle_core::{DType, Device, Result, Tensor};
-/// use candle_grpo_collective::Collective;
+/// use candle_grpo_collective::{Collective, Ticket};
 ///
 /// struct Counted<C> {
 ///     ranks: C,
 ///     bytes: AtomicUsize,
+/// }
+///
+/// impl<C> Counted<C> {
+///     fn count(&self, tensors: &[&Tensor]) {
+///         for tensor in tensors {
+///             let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+///             self.bytes.fetch_add(bytes, Ordering::Relaxed);
+///         }
+///     }
 /// }
 ///
 /// impl<C: Collective> Collective for Counted<C> {
@@ -47,10 +62,7 @@ pub struct Ticket(pub u64);
 ///         self.ranks.world_size()
 ///     }
 ///     fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-///         for tensor in tensors {
-///             let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-///             self.bytes.fetch_add(bytes, Ordering::Relaxed);
-///         }
+///         self.count(tensors);
 ///         self.ranks.all_reduce_sum(tensors)
 ///     }
 ///     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
@@ -64,6 +76,23 @@ pub struct Ticket(pub u64);
 ///     }
 ///     fn barrier(&self) -> Result<()> {
 ///         self.ranks.barrier()
+///     }
+///     // The defaults of these would not run beside computation.
+///     fn is_asynchronous(&self) -> bool {
+///         self.ranks.is_asynchronous()
+///     }
+///     fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+///         self.count(tensors);
+///         self.ranks.start_all_reduce_sum(tensors)
+///     }
+///     fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+///         self.ranks.start_reduce_scatter_sum(tensors)
+///     }
+///     fn start_all_gather(&self, tensors: &[&Tensor]) -> Result<Ticket> {
+///         self.ranks.start_all_gather(tensors)
+///     }
+///     fn finish(&self, ticket: Ticket) -> Result<()> {
+///         self.ranks.finish(ticket)
 ///     }
 /// }
 ///
@@ -97,7 +126,9 @@ pub struct Ticket(pub u64);
 /// let ranks = Counted { ranks: Alone, bytes: AtomicUsize::new(0) };
 /// let gradient = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
 /// ranks.all_reduce_sum(&[&gradient])?;
-/// assert_eq!(ranks.bytes.into_inner(), 24);
+/// let ticket = ranks.start_all_reduce_sum(&[&gradient])?;
+/// ranks.finish(ticket)?;
+/// assert_eq!(ranks.bytes.into_inner(), 48);
 /// assert_eq!(Alone.all_gather_bytes(b"metrics")?, [b"metrics"]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -130,6 +161,9 @@ pub trait Collective: Send + Sync {
     /// Returns whether an operation that is started runs on the device, while this thread goes on
     /// and enqueues kernels. Otherwise a call that starts one waits for its end, so only another
     /// thread can do something else meanwhile.
+    ///
+    /// If so, an operation waits for the kernels that were launched before it starts.
+    /// [`Self::finish`] makes kernels that are launched afterwards wait for it, and never the host.
     fn is_asynchronous(&self) -> bool {
         false
     }
@@ -157,6 +191,9 @@ pub trait Collective: Send + Sync {
 
     /// Makes the results of an operation, and of those that started before it, visible to later
     /// operations on tensors. Later ones may still run. It may be called again.
+    ///
+    /// Any thread may call it, also from `drop`, and while another operation runs. It must not wait
+    /// for operations that have not started.
     fn finish(&self, _ticket: Ticket) -> Result<()> {
         Ok(())
     }
