@@ -557,7 +557,7 @@ impl DecoderBackward<'_> {
         let of_norm = scaled(hidden_gradient.detach(), decoder.output_scale)?;
         let mut parts = decoder.divided.as_ref().map(Parts::backward);
         let mut hold = |sink: &mut GradSink| -> Result<Option<Held>> {
-            let held = parts.as_mut().map(|parts| parts.next(sink.gradients()));
+            let held = parts.as_mut().map(|parts| parts.next(sink.reduction()));
             held.transpose()
         };
         let held = hold(sink)?;

@@ -7,9 +7,9 @@ use std::thread::{Builder, JoinHandle};
 
 use candle_core::{Error, Result, bail};
 
-use crate::optim::reduction::Pending;
+use crate::Parameters;
+use crate::optim::reduction::{Pending, Reduction};
 use crate::weights::divided_weights::{DividedWeights, Gathering, Held};
-use crate::{Gradients, Parameters};
 
 /// The weights of a decoder that ranks divide
 /// ([`Sharding::Full`](crate::optim::Sharding::Full)), in the parts that a pass gathers one after
@@ -131,7 +131,7 @@ impl Ahead<'_> {
     pub(crate) fn next(&mut self) -> Result<Held> {
         match self {
             // A forward pass has no sums to be in order with.
-            Self::InTurn(parts) => parts.next(&mut Gradients::new()),
+            Self::InTurn(parts) => parts.next(None),
             Self::Thread(thread) => thread.next(),
         }
     }
@@ -194,27 +194,37 @@ impl<'a> Parts<'a> {
     }
 
     /// Waits for the weights of the next part, and begins to gather those of the part after it. The
-    /// weights of the part before must have been dropped: their memory is reused.
-    pub(crate) fn next(&mut self, gradients: &mut Gradients) -> Result<Held> {
+    /// weights of the part before must have been dropped: their memory is reused. Gathers are in
+    /// order with the sums of `reduction`.
+    pub(crate) fn next(&mut self, mut reduction: Option<&mut Reduction>) -> Result<Held> {
         let pending = match self.pending.take() {
             Some(pending) => Some(pending),
-            None => self.start(gradients)?,
+            None => self.start(reduction.as_deref_mut())?,
         };
         let Some(pending) = pending else {
             bail!("weights: no part is left to gather");
         };
-        let held = gradients.wait(pending)?.finish()?;
-        self.pending = self.start(gradients)?;
+        let gathering = match &mut reduction {
+            Some(reduction) => reduction.wait(pending),
+            None => pending
+                .wait()
+                .unwrap_or_else(|| bail!("weights: the thread that gathers them has ended")),
+        };
+        let held = gathering?.finish()?;
+        self.pending = self.start(reduction)?;
         Ok(held)
     }
 
-    fn start(&mut self, gradients: &mut Gradients) -> Result<Option<Pending<Gathering>>> {
+    fn start(&mut self, reduction: Option<&mut Reduction>) -> Result<Option<Pending<Gathering>>> {
         let Some(part) = self.left.pop() else {
             return Ok(None);
         };
         let all = self.all.clone();
         let gather = move || all.weights.start(&part);
-        gradients.start(gather).map(Some)
+        Ok(Some(match reduction {
+            Some(reduction) => reduction.start_call(gather)?,
+            None => Pending::of(gather),
+        }))
     }
 }
 

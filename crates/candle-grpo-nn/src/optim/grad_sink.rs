@@ -6,6 +6,7 @@ use candle_grpo_kernels::{
 };
 
 use crate::model::named_weight::NamedWeight;
+use crate::optim::reduction::Reduction;
 use crate::{Gradients, Parameters};
 
 /// Adds gradients for trained weights to [`Gradients`], in place. It does not compute gradients for
@@ -112,9 +113,9 @@ impl<'a> GradSink<'a> {
         all.try_for_each(|gradients| gradients.complete(&is_final))
     }
 
-    /// The gradients, to call other operations of all ranks in order with their sums.
-    pub(crate) fn gradients(&mut self) -> &mut Gradients {
-        self.gradients
+    /// The sums over all ranks, as [`Gradients::reduction`].
+    pub(crate) fn reduction(&mut self) -> Option<&mut Reduction> {
+        self.gradients.reduction()
     }
 
     /// Returns the gradient sum for `weight` so far, initially zero, if `weight` trains.

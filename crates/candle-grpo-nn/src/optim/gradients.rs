@@ -10,7 +10,7 @@ use candle_grpo_kernels::{
     arithmetic_dtype, ensure_gradients, ensure_reached, scale_gradients, squared_gradient_norms,
 };
 
-use super::reduction::{BUCKET, Kept, Pending, Reduction, Sums};
+use super::reduction::{BUCKET, Kept, Reduction, Sums};
 use crate::Parameters;
 use crate::weights::shard::Shard;
 
@@ -181,26 +181,10 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts `operation`, which all ranks perform together, in an order with the sums of gradients
-    /// that is the same on all ranks.
-    pub(crate) fn start<T: Send + 'static>(
-        &mut self,
-        operation: impl FnOnce() -> Result<T> + Send + 'static,
-    ) -> Result<Pending<T>> {
-        match &mut self.reduction {
-            Some(reduction) => reduction.start_call(operation),
-            None => Ok(Pending::of(operation)),
-        }
-    }
-
-    /// Waits for the result of an operation that [`Self::start`] started.
-    pub(crate) fn wait<T>(&mut self, pending: Pending<T>) -> Result<T> {
-        match &mut self.reduction {
-            Some(reduction) => reduction.wait(pending),
-            None => pending
-                .wait()
-                .unwrap_or_else(|| bail!("gradients: the thread that sums them has ended")),
-        }
+    /// The reduction that the current backward pass feeds, to call other operations of all ranks in
+    /// an order with its sums that is the same on all ranks.
+    pub(crate) fn reduction(&mut self) -> Option<&mut Reduction> {
+        self.reduction.as_mut()
     }
 
     /// Waits until the gradients are summed over all ranks. Does nothing without

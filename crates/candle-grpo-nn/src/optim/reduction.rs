@@ -70,14 +70,14 @@ impl<T> Pending<T> {
     }
 
     /// The result of an operation that is called at once.
-    pub(super) fn of(operation: impl FnOnce() -> Result<T>) -> Self {
+    pub(crate) fn of(operation: impl FnOnce() -> Result<T>) -> Self {
         let (pending, call) = Self::new(operation);
         call();
         pending
     }
 
     /// Waits for the result. `None` if the thread of the operation has ended.
-    pub(super) fn wait(self) -> Option<Result<T>> {
+    pub(crate) fn wait(self) -> Option<Result<T>> {
         self.0.recv().ok()
     }
 }
@@ -86,7 +86,7 @@ impl<T> Pending<T> {
 ///
 /// Buckets depend only on names and shapes, so they are the same on all ranks.
 #[derive(Debug)]
-pub(super) struct Reduction {
+pub(crate) struct Reduction {
     worker: Worker,
     /// The next bucket, how many elements it has, and with how many it is summed.
     bucket: Vec<Named>,
@@ -228,7 +228,7 @@ impl Reduction {
     /// # Errors
     ///
     /// If a sum before it failed.
-    pub(super) fn start_call<T: Send + 'static>(
+    pub(crate) fn start_call<T: Send + 'static>(
         &mut self,
         operation: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<Pending<T>> {
@@ -245,7 +245,7 @@ impl Reduction {
     /// # Errors
     ///
     /// If it failed, or a sum before it.
-    pub(super) fn wait<T>(&mut self, pending: Pending<T>) -> Result<T> {
+    pub(crate) fn wait<T>(&mut self, pending: Pending<T>) -> Result<T> {
         match pending.wait() {
             Some(result) => result,
             None => {
