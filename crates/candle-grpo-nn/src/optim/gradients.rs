@@ -19,9 +19,10 @@ use crate::weights::shard::Shard;
 /// The gradients are detached. Candle's own `GradStore` would keep the forward graph alive.
 #[derive(Debug, Default)]
 pub struct Gradients {
-    by_name: BTreeMap<String, Tensor>,
-    /// The reduction over all ranks that the current backward pass feeds.
+    /// The reduction over all ranks that the current backward pass feeds. Dropped before the
+    /// gradients that it sums.
     reduction: Option<Reduction>,
+    by_name: BTreeMap<String, Tensor>,
     /// This rank's part, if only that part of each gradient is summed over all ranks.
     shard: Option<Shard>,
     /// The sums over ranks and passes, if each rank keeps its part alone. The other fields then
@@ -172,8 +173,10 @@ impl Gradients {
             let all = std::mem::take(&mut self.by_name).into_iter();
             let (done, rest): (BTreeMap<_, _>, _) = all.partition(|(name, _)| is_final(name));
             self.by_name = rest;
-            let mut done = done.into_iter();
-            return done.try_for_each(|(name, gradient)| reduction.add(&name, gradient));
+            for (name, gradient) in done {
+                reduction.add(&name, gradient)?;
+            }
+            return reduction.send_full();
         }
         for (name, gradient) in self.by_name.iter().filter(|(name, _)| is_final(name)) {
             reduction.add(name, gradient.clone())?;

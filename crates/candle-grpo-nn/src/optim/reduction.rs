@@ -96,14 +96,15 @@ pub(crate) struct Reduction {
     frees: bool,
 }
 
-/// Where the sums are computed.
+/// Where the sums are started.
 enum Worker {
     /// On a thread, while the backward pass computes more gradients.
     Thread {
         tasks: Sender<Task>,
         thread: JoinHandle<Result<Kept>>,
     },
-    /// On the thread of the backward pass, between its own operations.
+    /// On the thread of the backward pass: between its own operations, or on the device beside
+    /// them, if they are [asynchronous](Collective::is_asynchronous).
     InTurn(Reducer),
     /// The reduction has ended.
     Ended,
@@ -175,7 +176,7 @@ impl Reduction {
     }
 
     /// Adds a gradient to the next bucket, unless already added. Do not use the gradient until
-    /// [`Self::finish`].
+    /// [`Self::finish`]. If gradients are freed, the bucket grows until [`Self::send_full`].
     ///
     /// # Errors
     ///
@@ -191,6 +192,16 @@ impl Reduction {
         }
         self.elements += gradient.elem_count();
         self.bucket.push((name.to_owned(), gradient));
+        if self.frees {
+            return Ok(());
+        }
+        self.send_full()
+    }
+
+    /// Starts to sum the next bucket, if it is large enough. Call it once for each block if
+    /// gradients are freed: the backward pass then waits for the bucket before, which should have
+    /// been summed beside a block.
+    pub(super) fn send_full(&mut self) -> Result<()> {
         if self.elements >= self.least {
             self.send()?;
         }
@@ -300,28 +311,38 @@ struct Reducer {
 impl Reducer {
     fn add(&mut self, bucket: Vec<Named>) -> Result<()> {
         let tensors: Vec<Tensor> = bucket.iter().map(|(_, tensor)| tensor.clone()).collect();
-        self.ticket = match &self.sums {
+        let ticket = match &self.sums {
             Sums::Whole(collective) => {
                 collective.start_all_reduce_sum(&tensors.iter().collect::<Vec<_>>())?
             }
             Sums::Parts(shard) => shard.start_reduce_scatter_sum(&tensors)?,
             Sums::Divided(shard) => {
                 // The bucket before is summed while the backward pass computes this one.
-                let before = std::mem::replace(&mut self.started, bucket);
                 shard.collective.finish(self.ticket)?;
-                keep(shard, before, &mut self.kept)?;
-                shard.start_reduce_scatter_sum(&tensors)?
+                keep(shard, std::mem::take(&mut self.started), &mut self.kept)?;
+                let ticket = shard.start_reduce_scatter_sum(&tensors)?;
+                self.started = bucket;
+                ticket
             }
         };
+        // Sums that ended at once have the lowest ticket, whatever still runs.
+        self.ticket = self.ticket.max(ticket);
         Ok(())
     }
 
     fn finish(mut self) -> Result<Kept> {
         self.sums.collective().finish(self.ticket)?;
         if let Sums::Divided(shard) = &self.sums {
-            keep(shard, self.started, &mut self.kept)?;
+            keep(shard, std::mem::take(&mut self.started), &mut self.kept)?;
         }
-        Ok(self.kept)
+        Ok(std::mem::take(&mut self.kept))
+    }
+}
+
+/// After an error, nobody has waited for the sums that use the gradients.
+impl Drop for Reducer {
+    fn drop(&mut self) {
+        let _ = self.sums.collective().finish(self.ticket);
     }
 }
 
@@ -340,7 +361,10 @@ fn keep(shard: &Shard, bucket: Vec<Named>, kept: &mut Kept) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use candle_core::{DType, Device};
+    use candle_grpo_collective::Alone;
     use candle_grpo_test_support::on_ranks;
 
     use super::*;
@@ -361,6 +385,7 @@ mod tests {
     fn added(mut reduction: Reduction, gradients: &[(String, Tensor)]) -> Result<Kept> {
         for (name, gradient) in gradients {
             reduction.add(name, gradient.clone())?;
+            reduction.send_full()?;
         }
         reduction.finish()
     }
@@ -404,5 +429,109 @@ mod tests {
                 });
             }
         }
+    }
+
+    /// One of two ranks, which counts the sums of parts that have started, and those that must be
+    /// finished. Other sums end at once.
+    #[derive(Default)]
+    struct Counting {
+        started: AtomicU64,
+        finished: AtomicU64,
+    }
+
+    impl Collective for Counting {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+            Alone.all_reduce_sum(tensors)
+        }
+
+        fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+            Alone.reduce_scatter_sum(tensors)
+        }
+
+        fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+            Alone.all_gather(tensors)
+        }
+
+        fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+            Alone.broadcast(tensors, root)
+        }
+
+        fn barrier(&self) -> Result<()> {
+            Alone.barrier()
+        }
+
+        fn is_asynchronous(&self) -> bool {
+            true
+        }
+
+        fn start_reduce_scatter_sum(&self, _: &[&Tensor]) -> Result<Ticket> {
+            Ok(Ticket(self.started.fetch_add(1, Ordering::SeqCst) + 1))
+        }
+
+        fn finish(&self, ticket: Ticket) -> Result<()> {
+            self.finished.fetch_max(ticket.0, Ordering::SeqCst);
+            Ok(())
+        }
+    }
+
+    /// A reduction ends, or is dropped as after an error. One element is a remainder, whose sum
+    /// ends at once, before or after sums that still run.
+    #[test]
+    fn sums_that_have_started_are_finished() -> Result<()> {
+        for (frees, is_dropped) in [(false, false), (false, true), (true, false), (true, true)] {
+            for sizes in [[4, 1], [1, 4], [5, 5]] {
+                let ranks = Arc::new(Counting::default());
+                let shard = Shard::new(Arc::clone(&ranks) as Arc<dyn Collective>, 1);
+                let sums = if frees {
+                    Sums::Divided(shard)
+                } else {
+                    Sums::Parts(shard)
+                };
+                let mut reduction = Reduction::start(sums, Kept::new(), 1, false)?;
+                for (index, size) in sizes.into_iter().enumerate() {
+                    let gradient = Tensor::ones(size, DType::F32, &Device::Cpu)?;
+                    reduction.add(&format!("{index}"), gradient)?;
+                    reduction.send_full()?;
+                }
+                if is_dropped {
+                    drop(reduction);
+                } else {
+                    reduction.finish()?;
+                }
+                let [started, finished] =
+                    [&ranks.started, &ranks.finished].map(|count| count.load(Ordering::SeqCst));
+                assert!(started > 0);
+                assert_eq!(started, finished, "{frees} {is_dropped} {sizes:?}");
+            }
+        }
+        Ok(())
+    }
+
+    /// The backward pass waits for a bucket when the next one starts, so the gradients of a block
+    /// must be one bucket.
+    #[test]
+    fn gradients_that_are_freed_are_summed_together() -> Result<()> {
+        let ranks = Arc::new(Counting::default());
+        let shard = Shard::new(Arc::clone(&ranks) as Arc<dyn Collective>, 1);
+        let mut reduction = Reduction::start(Sums::Divided(shard), Kept::new(), 10, false)?;
+        for block in 0..4 {
+            for gradient in 0..3 {
+                let name = format!("{block}.{gradient}");
+                reduction.add(&name, Tensor::ones(20, DType::F32, &Device::Cpu)?)?;
+            }
+            reduction.send_full()?;
+            assert_eq!(ranks.started.load(Ordering::SeqCst), block + 1);
+            assert_eq!(ranks.finished.load(Ordering::SeqCst), block);
+        }
+        assert_eq!(reduction.finish()?.len(), 12);
+        Ok(())
     }
 }

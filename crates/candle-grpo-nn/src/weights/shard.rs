@@ -132,7 +132,12 @@ impl Shard {
         }
         if !remainders.is_empty() {
             let remainders: Vec<&Tensor> = remainders.iter().collect();
-            ticket = self.collective.start_all_reduce_sum(&remainders)?;
+            let started = self.collective.start_all_reduce_sum(&remainders);
+            let of_remainders = started.inspect_err(|_| {
+                // The first sums use tensors that the caller may free now.
+                let _ = self.collective.finish(ticket);
+            });
+            ticket = ticket.max(of_remainders?);
         }
         Ok(ticket)
     }

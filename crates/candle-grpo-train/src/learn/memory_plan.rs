@@ -868,9 +868,10 @@ impl Learner<'_> {
         let training = if self.division.divides_gradients() {
             // The sums, and the gradients of a block and of a vocabulary matrix while those of the
             // two blocks above are summed over the ranks and freed. Small blocks are summed
-            // together.
+            // together, as many as it takes.
             let of_blocks = self.gradients - self.output - self.embedding;
-            let bucket = (of_blocks / blocks.max(1)).max(BUCKET_BYTES);
+            let block = (of_blocks / blocks.max(1)).max(1);
+            let bucket = block.saturating_mul(BUCKET_BYTES.div_ceil(block));
             let whole = 3 * bucket + self.output.max(self.embedding);
             self.division.of_gradients(self.gradients) + whole.min(self.gradients) + activations
         } else if pass.follows {
