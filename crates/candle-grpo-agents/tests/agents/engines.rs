@@ -12,6 +12,9 @@ mod fake_sglang;
 #[path = "../../../candle-grpo-train/tests/train/engines/fake_vllm.rs"]
 #[allow(dead_code, reason = "the tests of the clients need more of it")]
 mod fake_vllm;
+#[path = "../../../candle-grpo-train/tests/train/engines/ipc_worker.rs"]
+#[allow(dead_code, reason = "the tests of the clients need more of it")]
+mod ipc_worker;
 #[path = "../../../candle-grpo-train/tests/train/engines/served_policy.rs"]
 #[allow(dead_code, reason = "the tests of the clients need more of it")]
 mod served_policy;
