@@ -128,7 +128,7 @@ impl Protocol for Vllm {
     }
 
     fn leave(&self, server: &Server) {
-        vllm_transfer::shut_down(server, server.shares_memory());
+        vllm_transfer::shut_down(server);
     }
 
     fn sleep(&self, server: &Server) -> Result<(), Failure> {

@@ -128,10 +128,10 @@ pub(super) fn abandon(server: &Server) {
     }
 }
 
-/// Lets the server's processes end their connection to this one, best effort. After a failed
-/// update, the server may still be in it.
-pub(super) fn shut_down(server: &Server, after_failure: bool) {
-    if after_failure {
+/// Lets the server's processes end their connection to this one, best effort.
+pub(super) fn shut_down(server: &Server) {
+    if server.shares_memory() {
+        // A transfer has failed, and vLLM does not close the connection within one.
         abandon(server);
     }
     let call = Call::post("/shutdown_weight_transfer_engine", json!({}));

@@ -13,7 +13,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Fault};
-use super::{Policy, Setup, short, until_it_succeeds};
+use super::{Policy, Setup, instead, short, until_it_succeeds};
 
 fn draw(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
     super::draw(client, &short(), 0, Arc::new(NoProgress))
@@ -35,10 +35,6 @@ fn fail(server: &FakeServer, path: &'static str, count: usize, fault: fn() -> Fa
         left -= usize::from(fails);
         fails.then(fault)
     });
-}
-
-fn instead(status: u16, body: &str) -> Fault {
-    Fault::Instead(Reply::new(status, body))
 }
 
 fn after(change: fn(Reply) -> Reply) -> Fault {

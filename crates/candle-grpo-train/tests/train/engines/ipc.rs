@@ -1,26 +1,26 @@
 //! Whole weights from memory of the policy's GPU that a server opens. Without a GPU, the memory is
 //! a file.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_collective::SharedMemory;
-use candle_grpo_nn::{ComputeDType, Export};
+use candle_grpo_nn::ComputeDType;
 use candle_grpo_test_support::{Reply, devices, message};
-use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::SamplingConfig;
 use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
-use candle_grpo_train::{Rollout, SamplingConfig};
 use rstest::rstest;
 use serde_json::json;
-use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use super::fake_server::{FakeServer, Fault};
 use super::ipc_worker::{FileMemory, IpcWorker};
 use super::workers::missing;
-use super::{Policy, Setup, adapters, draw, model, short, until_it_succeeds};
+use super::{
+    ALL, Policy, Setup, adapters, assert_transferred_in_order, drawn, exhausted, fail_once,
+    largest, short, until_it_succeeds,
+};
 
 /// A server with a worker, and a policy on the worker's device.
 pub(super) struct Sharing {
@@ -91,33 +91,11 @@ impl Sharing {
 
     /// Checks that the worker has the bytes of all weights, and that no memory is left.
     pub(super) fn assert_received(&self, policy: &Policy) {
-        let model = model();
-        let weights = policy.weights(&model);
-        let export: Export<'_> = weights.export().in_dtype(DType::from(self.dtype));
-        let digest = |name: &str| {
-            let mut hash = Sha256::new();
-            export.tensor(name).unwrap().write_bytes(&mut hash).unwrap();
-            (name.to_owned(), hash.finalize().to_vec())
-        };
-        let expected: BTreeMap<String, Vec<u8>> = export.names().map(digest).collect();
+        let expected = policy.digests(self.dtype);
         assert_eq!(self.worker().digests(), expected);
         assert_eq!(self.files.freed_early(), 0);
         assert_eq!(self.files.buffers(), 0);
     }
-}
-
-/// More bytes than all weights have.
-const ALL: usize = 1 << 30;
-
-pub(super) fn drawn(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
-    draw(client, &short(), 0, Arc::new(NoProgress))
-}
-
-/// Number of bytes of the tiny model's largest weight, in f32.
-fn largest() -> usize {
-    let policy = Setup::new(Engine::Vllm, WeightSync::Disk, 0).policy(0);
-    let sizes = policy.parameters.iter().map(|(_, of)| of.elem_count() * 4);
-    sizes.max().unwrap()
 }
 
 /// With each weight alone, the largest one fills the buffer.
@@ -196,60 +174,22 @@ fn the_requests_are_in_the_order_of_the_protocol() {
     let sharing = Sharing::new(WeightSync::Ipc, &Device::Cpu);
     let client = sharing.client(&sharing.setup.config());
     sharing.policy(1).push(&client).unwrap();
-    let requests = sharing.server().http.requests();
-    let mut paths: Vec<&str> = requests.iter().map(|request| &*request.target).collect();
-    // One for each message.
-    paths.dedup();
-    let expected = [
-        "/get_world_size",
-        "/init_weight_transfer_engine",
-        "/pause?mode=keep",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-        "/resume",
-        "/weight_info",
-    ];
-    let start = paths.iter().position(|path| *path == expected[0]).unwrap();
-    assert_eq!(paths[start..][..expected.len()], expected);
-}
-
-fn instead(status: u16) -> Fault {
-    Fault::Instead(Reply::new(status, r#"{"error": "out of memory"}"#))
-}
-
-/// Makes a request to `path` fail, after `before` others.
-pub(super) fn fail_once(
-    server: &FakeServer,
-    path: &'static str,
-    mut before: usize,
-    fault: fn() -> Fault,
-) {
-    let mut is_left = true;
-    server.set_faults(move |request| {
-        if request.path() != path || !is_left {
-            return None;
-        }
-        is_left = before > 0;
-        before = before.saturating_sub(1);
-        (!is_left).then(fault)
-    });
+    assert_transferred_in_order(sharing.server());
 }
 
 #[rstest]
-#[case::processes("/get_world_size", 0, || instead(500))]
-#[case::join("/init_weight_transfer_engine", 0, || instead(500))]
-#[case::pause("/pause", 0, || instead(500))]
-#[case::start("/start_weight_update", 0, || instead(500))]
-#[case::first_message("/update_weights", 0, || instead(500))]
-#[case::second_message("/update_weights", 1, || instead(500))]
+#[case::processes("/get_world_size", 0, || exhausted(500))]
+#[case::join("/init_weight_transfer_engine", 0, || exhausted(500))]
+#[case::pause("/pause", 0, || exhausted(500))]
+#[case::start("/start_weight_update", 0, || exhausted(500))]
+#[case::first_message("/update_weights", 0, || exhausted(500))]
+#[case::second_message("/update_weights", 1, || exhausted(500))]
 #[case::no_answer("/update_weights", 1, || Fault::Instead(Reply::closed()))]
 #[case::lost_answer("/update_weights", 1, || Fault::After(Box::new(|_| Reply::closed())))]
-#[case::finish("/finish_weight_update", 0, || instead(500))]
-#[case::cache("/reset_prefix_cache", 0, || instead(503))]
-#[case::resume("/resume", 0, || instead(500))]
-#[case::version("/weight_info", 0, || instead(500))]
+#[case::finish("/finish_weight_update", 0, || exhausted(500))]
+#[case::cache("/reset_prefix_cache", 0, || exhausted(503))]
+#[case::resume("/resume", 0, || exhausted(500))]
+#[case::version("/weight_info", 0, || exhausted(500))]
 fn a_fault_ends_the_transfer_and_the_next_one_succeeds(
     #[case] path: &'static str,
     #[case] before: usize,

@@ -26,20 +26,21 @@ mod workers;
 use std::sync::Arc;
 
 use candle_core::DType;
-use candle_grpo_nn::{Lora, LoraConfig, Parameters};
-use candle_grpo_test_support::{device, noise_tensor};
+use candle_grpo_nn::{Export, Lora, LoraConfig, Parameters};
+use candle_grpo_test_support::{Reply, device, noise_tensor};
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
 use candle_grpo_train::{ComputeDType, Generator, Progress, Rollout, Sampler, SamplingConfig};
+use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 use crate::common::{END, file_names, model, parameters, prompts, sampler, sampling, tokenizer};
-use fake_server::FakeServer;
+use fake_server::{FakeServer, Fault};
 pub(crate) use served_policy::{LogProbs, log_distributions};
 use served_policy::{Served, ServedPolicy, log_probs, scaled, seeds};
-use workers::{Network, Workers};
+use workers::{Digests, Network, Workers};
 
 /// The test policy.
 fn initial() -> Served {
@@ -216,6 +217,19 @@ impl Policy {
         self.push_with(client, &NoProgress)
     }
 
+    /// Returns the SHA-256 of the bytes of each weight that servers receive, in `dtype`.
+    fn digests(&self, dtype: ComputeDType) -> Digests {
+        let model = model();
+        let weights = self.weights(&model);
+        let export: Export<'_> = weights.export().in_dtype(DType::from(dtype));
+        let digest = |name: &str| {
+            let mut hash = Sha256::new();
+            export.tensor(name).unwrap().write_bytes(&mut hash).unwrap();
+            (name.to_owned(), hash.finalize().to_vec())
+        };
+        export.names().map(digest).collect()
+    }
+
     fn push_with(&self, client: &ServerGenerator, progress: &dyn Progress) -> anyhow::Result<()> {
         client.weights_changed(&self.weights(&model()), progress)
     }
@@ -303,6 +317,64 @@ fn short() -> SamplingConfig {
         temperature: 0.8,
         ..sampling()
     }
+}
+
+/// Samples with these settings.
+fn drawn(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
+    draw(client, &short(), 0, Arc::new(NoProgress))
+}
+
+/// More bytes than all weights have.
+const ALL: usize = 1 << 30;
+
+/// Number of bytes of the tiny model's largest weight, in f32.
+fn largest() -> usize {
+    let parameters = initial().parameters;
+    let sizes = parameters.iter().map(|(_, of)| of.elem_count() * 4);
+    sizes.max().unwrap()
+}
+
+/// Checks that the server was sent weights from memory by the requests of the protocol, in order.
+fn assert_transferred_in_order(server: &FakeServer) {
+    let requests = server.http.requests();
+    let mut paths: Vec<&str> = requests.iter().map(|request| &*request.target).collect();
+    // One for each message.
+    paths.dedup();
+    let expected = [
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/pause?mode=keep",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/resume",
+        "/weight_info",
+    ];
+    let start = paths.iter().position(|path| *path == expected[0]).unwrap();
+    assert_eq!(paths[start..][..expected.len()], expected);
+}
+
+fn instead(status: u16, body: &str) -> Fault {
+    Fault::Instead(Reply::new(status, body))
+}
+
+/// A server that answers `status`, and that it is out of memory.
+fn exhausted(status: u16) -> Fault {
+    instead(status, r#"{"error": "out of memory"}"#)
+}
+
+/// Makes a request to `path` fail, after `before` others.
+fn fail_once(server: &FakeServer, path: &'static str, mut before: usize, fault: fn() -> Fault) {
+    let mut is_left = true;
+    server.set_faults(move |request| {
+        if request.path() != path || !is_left {
+            return None;
+        }
+        is_left = before > 0;
+        before = before.saturating_sub(1);
+        (!is_left).then(fault)
+    });
 }
 
 /// Repeats `call`, whose time limits a slow machine may exceed.

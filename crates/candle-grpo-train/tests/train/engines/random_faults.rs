@@ -13,13 +13,12 @@ use serde_json::json;
 
 use super::fake_server::Fault;
 use super::partial::{Places, assert_drawn, call};
-use super::{Policy, Setup, draw, until_it_succeeds};
+use super::{Policy, Setup, draw, instead, until_it_succeeds};
 use crate::common::{prompts, sampling};
 
 /// A fault that any engine's server may have.
 fn fault(number: u64) -> Fault {
     let after = |change: fn(Reply) -> Reply| Fault::After(Box::new(change));
-    let instead = |status: u16, body: &str| Fault::Instead(Reply::new(status, body));
     match number % 13 {
         0 => instead(500, "Internal Server Error"),
         1 => instead(429, ""),

@@ -15,8 +15,8 @@ use rstest::rstest;
 
 use super::fake_server::{Fault, Sleep};
 use super::faults::Cancel;
-use super::ipc::{Sharing, drawn, fail_once};
-use super::{adapters, short, until_it_succeeds};
+use super::ipc::Sharing;
+use super::{adapters, drawn, fail_once, short, until_it_succeeds};
 use crate::common;
 
 /// A server that can sleep, and the configuration of a policy that lets it.

@@ -27,7 +27,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::Fault;
-use super::{Setup, log_distributions};
+use super::{Setup, instead, log_distributions};
 use crate::common::{
     self, assert_records_close, digest, model, parameters, parts, trainer_of, with_mask,
 };
@@ -214,10 +214,6 @@ fn a_request_of_distributions_that_fails_is_repeated(
         .unwrap();
     assert_eq!(best(&found), best(&expected));
     assert_eq!(setup.servers[0].count(setup.draw_path()), 4 + 4 + 2);
-}
-
-fn instead(status: u16, body: &str) -> Fault {
-    Fault::Instead(Reply::new(status, body))
 }
 
 #[rstest]

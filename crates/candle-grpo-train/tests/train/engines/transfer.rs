@@ -1,25 +1,25 @@
 //! Whole weights from the policy's memory to the processes of servers.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
 use candle_core::DType;
-use candle_grpo_nn::{ComputeDType, Export};
+use candle_grpo_nn::ComputeDType;
 use candle_grpo_test_support::{Reply, Request, message};
-use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::Interrupted;
 use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{Engine, RolloutConfig, WeightSync};
-use candle_grpo_train::{Interrupted, Rollout};
 use rstest::rstest;
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 use super::fake_server::{FakeServer, Fault};
 use super::faults::Cancel;
 use super::weight_check::{Checksums, checksums};
 use super::workers::missing;
-use super::{Policy, Setup, adapters, draw, model, short, until_it_succeeds};
+use super::{
+    ALL, Policy, Setup, adapters, assert_transferred_in_order, drawn, exhausted, fail_once,
+    largest, short, until_it_succeeds,
+};
 
 /// Servers with processes, and how the policy's weights are sent to them.
 struct Connected {
@@ -49,15 +49,7 @@ impl Connected {
 
     /// Checks that every process of every server has the bytes of all weights.
     fn assert_received(&self, policy: &Policy) {
-        let model = model();
-        let weights = policy.weights(&model);
-        let export: Export<'_> = weights.export().in_dtype(DType::from(self.dtype));
-        let digest = |name: &str| {
-            let mut hash = Sha256::new();
-            export.tensor(name).unwrap().write_bytes(&mut hash).unwrap();
-            (name.to_owned(), hash.finalize().to_vec())
-        };
-        let expected: BTreeMap<String, Vec<u8>> = export.names().map(digest).collect();
+        let expected = policy.digests(self.dtype);
         for server in &self.setup.servers {
             let engine = server.engine();
             let workers = engine.workers.as_ref().unwrap();
@@ -68,20 +60,6 @@ impl Connected {
             }
         }
     }
-}
-
-/// More bytes than all weights have.
-const ALL: usize = 1 << 30;
-
-fn drawn(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
-    draw(client, &short(), 0, Arc::new(NoProgress))
-}
-
-/// Number of bytes of the tiny model's largest weight, in f32.
-fn largest() -> usize {
-    let policy = Setup::new(Engine::Vllm, WeightSync::Nccl, 0).policy(0);
-    let sizes = policy.parameters.iter().map(|(_, of)| of.elem_count() * 4);
-    sizes.max().unwrap()
 }
 
 /// With tensor parallelism or data parallelism, and messages of all kinds: one for each weight, one
@@ -148,21 +126,9 @@ fn the_requests_are_in_the_order_of_the_protocol() {
     let connected = Connected::new(WeightSync::Nccl, 1, 2);
     let client = connected.client(&connected.setup.config());
     connected.setup.policy(1).push(&client).unwrap();
-    let requests = connected.setup.servers[0].http.requests();
-    let paths: Vec<&str> = requests.iter().map(|request| &*request.target).collect();
-    let expected = [
-        "/get_world_size",
-        "/init_weight_transfer_engine",
-        "/pause?mode=keep",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-        "/resume",
-        "/weight_info",
-    ];
-    let start = paths.iter().position(|path| *path == expected[0]).unwrap();
-    assert_eq!(paths[start..][..expected.len()], expected);
+    let server = &connected.setup.servers[0];
+    assert_transferred_in_order(server);
+    let requests = server.http.requests();
     let body = |path: &str| -> serde_json::Value {
         let request = requests.iter().find(|request| request.path() == path);
         serde_json::from_slice(&request.unwrap().body).unwrap()
@@ -175,35 +141,21 @@ fn the_requests_are_in_the_order_of_the_protocol() {
     assert_eq!(body("/finish_weight_update"), finished);
 }
 
-fn instead(status: u16) -> Fault {
-    Fault::Instead(Reply::new(status, r#"{"error": "out of memory"}"#))
-}
-
-/// Makes the next request to `path` fail.
-fn fail_once(server: &FakeServer, path: &'static str, fault: fn() -> Fault) {
-    let mut left = 1;
-    server.set_faults(move |request| {
-        let fails = request.path() == path && left > 0;
-        left -= usize::from(fails);
-        fails.then(fault)
-    });
-}
-
 /// The policy would wait forever for processes that do not take part, and the processes for a
 /// policy that does not send.
 #[rstest]
-#[case::join("/init_weight_transfer_engine", || instead(500))]
+#[case::join("/init_weight_transfer_engine", || exhausted(500))]
 #[case::joined("/init_weight_transfer_engine", || Fault::After(Box::new(|_| Reply::closed())))]
-#[case::pause("/pause", || instead(500))]
-#[case::start("/start_weight_update", || instead(500))]
-#[case::before_a_message("/update_weights", || instead(500))]
+#[case::pause("/pause", || exhausted(500))]
+#[case::start("/start_weight_update", || exhausted(500))]
+#[case::before_a_message("/update_weights", || exhausted(500))]
 #[case::no_answer("/update_weights", || Fault::Instead(Reply::closed()))]
 #[case::after_all_messages("/update_weights", || Fault::After(Box::new(|_| Reply::new(500, "{}"))))]
 #[case::lost_answer("/update_weights", || Fault::After(Box::new(|_| Reply::closed())))]
-#[case::finish("/finish_weight_update", || instead(500))]
-#[case::cache("/reset_prefix_cache", || instead(503))]
-#[case::resume("/resume", || instead(500))]
-#[case::version("/weight_info", || instead(500))]
+#[case::finish("/finish_weight_update", || exhausted(500))]
+#[case::cache("/reset_prefix_cache", || exhausted(503))]
+#[case::resume("/resume", || exhausted(500))]
+#[case::version("/weight_info", || exhausted(500))]
 fn a_fault_ends_the_transfer_and_the_server_joins_again(
     #[case] path: &'static str,
     #[case] fault: fn() -> Fault,
@@ -218,7 +170,7 @@ fn a_fault_ends_the_transfer_and_the_server_joins_again(
             connected.setup.servers[0].restart();
         }
     }
-    fail_once(&connected.setup.servers[0], path, fault);
+    fail_once(&connected.setup.servers[0], path, 0, fault);
     let policy = connected.setup.policy(2);
     policy.push(&client).unwrap();
     connected.assert_received(&policy);
@@ -297,7 +249,7 @@ fn a_server_that_fails_does_not_hold_up_the_other_one() {
     let client = connected.client(&config);
     connected.setup.policy(1).push(&client).unwrap();
     connected.setup.servers[1]
-        .set_faults(|request| (request.path() == "/update_weights").then(|| instead(500)));
+        .set_faults(|request| (request.path() == "/update_weights").then(|| exhausted(500)));
     let policy = connected.setup.policy(2);
     policy.push(&client).unwrap();
     policy.assert_drew(&drawn(&client).unwrap(), short().temperature);
@@ -346,7 +298,7 @@ fn auto_uses_processes_that_join() {
 #[case::no_transport(true, |_: &FakeServer| {})]
 #[case::old(false, |server: &FakeServer| server.engine().workers = None)]
 #[case::other_flags(false, |server: &FakeServer| server.set_faults(|request| {
-    (request.path() == "/init_weight_transfer_engine").then(|| instead(500))
+    (request.path() == "/init_weight_transfer_engine").then(|| exhausted(500))
 }))]
 fn auto_falls_back_to_the_directory(
     #[case] missing_transport: bool,
