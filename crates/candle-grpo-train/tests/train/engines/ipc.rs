@@ -2,6 +2,7 @@
 //! a file.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_collective::SharedMemory;
@@ -227,14 +228,18 @@ fn memory_is_freed_once_the_server_has_closed_it() {
     let sharing = Sharing::new(WeightSync::Ipc, &Device::Cpu);
     let client = sharing.client(&sharing.setup.impatient());
     until_it_succeeds(|| sharing.policy(1).push(&client));
-    let server = sharing.server();
-    server.set_faults(|request| {
-        let lost = || Fault::After(Box::new(|_| Reply::closed()));
-        let fails = matches!(request.path(), "/update_weights" | "/finish_weight_update");
-        fails.then(lost)
+    let has_ended = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&has_ended);
+    sharing.server().set_faults(move |request| match request.path() {
+        "/update_weights" => Some(Fault::After(Box::new(|_| Reply::closed()))),
+        "/finish_weight_update" if !ended.load(Ordering::SeqCst) => {
+            Some(Fault::Instead(Reply::closed()))
+        }
+        _ => None,
     });
     sharing.policy(2).push(&client).unwrap_err();
-    server.set_faults(|_| None);
+    assert_eq!(sharing.files.buffers(), 1);
+    has_ended.store(true, Ordering::SeqCst);
     drop(client);
     // A thread may still send weights.
     while sharing.files.buffers() > 0 {
