@@ -70,6 +70,7 @@
 //!   [`cuda_device_count`] returns the number of GPUs, and [`cuda_memory`] the free and total
 //!   memory of one. [`release_cuda_memory`] leaves unused memory to other processes.
 //!   [`cuda_is_enabled`] is true if this process computes on them.
+//! - [`TensorStack`] moves tensors of a GPU to main memory until they are needed again.
 //!
 //! # Implementations
 //!
@@ -112,6 +113,7 @@ mod ops;
 mod path;
 mod precision;
 mod prefix_tree;
+mod tensor_stack;
 
 pub use blocks::{BLOCK_TYPES, block_type};
 pub use check::TEMPERATURES;
@@ -161,3 +163,4 @@ pub use ops::swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};
 pub use ops::top_k::top_k;
 pub use precision::arithmetic_dtype;
 pub use prefix_tree::PrefixTree;
+pub use tensor_stack::TensorStack;

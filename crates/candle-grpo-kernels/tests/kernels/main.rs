@@ -29,6 +29,7 @@ mod rope;
 mod row_map;
 mod strategies;
 mod swiglu;
+mod tensor_stack;
 mod token_results;
 mod top_k;
 mod twin;
