@@ -39,6 +39,9 @@ struct Args {
     /// Keep only block inputs, and recompute the rest
     #[arg(long)]
     checkpointing: bool,
+    /// On a GPU, move the block inputs to main memory until they are needed
+    #[arg(long, requires = "checkpointing")]
+    offloading: bool,
     /// Measured steps, whose median is reported
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -82,6 +85,7 @@ pub fn training_main(allocator: &str) -> Result<()> {
         layers: model.num_hidden_layers,
         tokens,
         checkpointing: args.checkpointing,
+        offloading: args.offloading,
         ms,
         tokens_per_second: tokens / ms * 1e3,
         products_ms,
@@ -103,6 +107,7 @@ struct Report<'a> {
     layers: usize,
     tokens: f64,
     checkpointing: bool,
+    offloading: bool,
     ms: f64,
     tokens_per_second: f64,
     /// Time for the linear layers' matrix products alone.
@@ -143,7 +148,8 @@ impl Step {
     fn new(args: &Args, model: &DecoderConfig, device: &Device) -> Result<Self> {
         let parameters = Parameters::init(model, 0, device)?;
         let decoder = decoder_in(model, &parameters, args.dtype)?
-            .with_activation_checkpointing(args.checkpointing)?;
+            .with_activation_checkpointing(args.checkpointing)?
+            .with_activation_offloading(args.offloading);
         let output = match args.dtype {
             DType::F32 => parameters.get(decoder.output_name()).cloned(),
             _ => Some(Var::from_tensor(decoder.output_weight())?),

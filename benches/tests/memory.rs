@@ -150,6 +150,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
         optimizer: AdamWConfig::default(),
         temperature: 1.,
         activation_checkpointing: ActivationCheckpointing::default(),
+        activation_offloading: false,
         compute_dtype: ComputeDType::Bf16,
         router_aux_loss_coef: 0.,
         distillation_loss: None,

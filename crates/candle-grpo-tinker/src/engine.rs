@@ -467,6 +467,7 @@ fn actor(base: &Base, adapters: Lora) -> Result<Actor> {
         },
         temperature: 1.,
         activation_checkpointing: ActivationCheckpointing::default(),
+        activation_offloading: false,
         compute_dtype: base.dtype,
         router_aux_loss_coef: 0.,
         distillation_loss: None,

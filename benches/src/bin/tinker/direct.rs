@@ -58,6 +58,7 @@ impl Direct {
             },
             temperature: 1.,
             activation_checkpointing: ActivationCheckpointing::default(),
+            activation_offloading: false,
             compute_dtype: dtype,
             router_aux_loss_coef: 0.,
             distillation_loss: None,

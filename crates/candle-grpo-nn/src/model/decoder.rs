@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{embedding, soft_cap};
+use candle_grpo_kernels::{TensorStack, embedding, soft_cap};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::ChannelPlan;
@@ -51,6 +51,8 @@ pub struct Decoder {
     logit_cap: Option<f64>,
     /// Number of blocks that the backward pass recomputes, beginning with the first one.
     recomputed_blocks: usize,
+    /// True if the inputs of these blocks are in main memory until then.
+    offloads_inputs: bool,
     /// The weights, if ranks divide them.
     divided: Option<DividedModel>,
     /// Number of adapter sets; 1 without adapters.
@@ -106,6 +108,7 @@ impl Decoder {
             embedding,
             output,
             recomputed_blocks: 0,
+            offloads_inputs: false,
             divided: None,
             num_adapters: 1,
             #[cfg(feature = "cuda")]
@@ -218,6 +221,17 @@ impl Decoder {
     ) -> Result<Self> {
         self.recomputed_blocks = checkpointing.into().layers(&self.config)?;
         Ok(self)
+    }
+
+    /// Sets whether the inputs of [checkpointed](Self::with_activation_checkpointing) blocks leave
+    /// the GPU for page-locked main memory until the backward pass ([`TensorStack`]). The results
+    /// have the same bits. On the CPU, there is nothing to move.
+    #[must_use]
+    pub fn with_activation_offloading(self, offloads_inputs: bool) -> Self {
+        Self {
+            offloads_inputs,
+            ..self
+        }
     }
 
     /// Computes the hidden states `[B, S, H]` after the final norm, divided by
@@ -435,18 +449,23 @@ impl LanguageModel for Decoder {
         }
         let input = Input::packed(self, tokens)?;
         let (mut x, mut change) = (self.embed(&input.ids)?, None);
-        let mut blocks = Vec::with_capacity(self.blocks.len());
+        let mut blocks = Vec::with_capacity(self.blocks.len() - self.recomputed_blocks);
+        let mut inputs = if self.offloads_inputs {
+            TensorStack::in_main_memory(input.ids.device())?
+        } else {
+            TensorStack::on_device()
+        };
         let mut routers = Vec::new();
         let mut ahead = self.ahead()?;
         for (number, block) in self.blocks.iter().enumerate() {
             let _held = ahead.as_mut().map(Ahead::next).transpose()?;
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             routers.extend(record.router().cloned());
-            blocks.push(if number < self.recomputed_blocks {
-                Kept::Input(record.into_input())
+            if number < self.recomputed_blocks {
+                inputs.push(&record.into_input())?;
             } else {
-                Kept::All(Box::new(record))
-            });
+                blocks.push(record);
+            }
             (x, change) = (sum, Some(y));
         }
         let held = self.hold(|all| &all.norm)?;
@@ -456,6 +475,7 @@ impl LanguageModel for Decoder {
         let recorded = DecoderBackward {
             decoder: self,
             input,
+            inputs,
             blocks,
             routers,
             balance: None,
@@ -480,19 +500,15 @@ impl LanguageModel for Decoder {
 struct DecoderBackward<'a> {
     decoder: &'a Decoder,
     input: Input,
-    blocks: Vec<Kept>,
+    /// The inputs of the first blocks, which are recomputed.
+    inputs: TensorStack,
+    /// The other blocks.
+    blocks: Vec<BlockRecord>,
     /// The choices that all routers made.
     routers: Vec<RouterChoice>,
     balance: Option<BalanceGradient>,
     /// Input to the final norm.
     last: Tensor,
-}
-
-/// The part of a block's forward pass that is kept.
-enum Kept {
-    All(Box<BlockRecord>),
-    /// The input, to recompute the block.
-    Input(Tensor),
 }
 
 impl Backward for DecoderBackward<'_> {
@@ -540,6 +556,7 @@ impl DecoderBackward<'_> {
         let Self {
             decoder,
             input,
+            mut inputs,
             mut blocks,
             last,
             balance,
@@ -569,9 +586,11 @@ impl DecoderBackward<'_> {
         for (number, block) in decoder.blocks.iter().enumerate().rev() {
             let held = hold(sink)?;
             let record = match blocks.pop() {
-                Some(Kept::All(record)) => *record,
-                Some(Kept::Input(x)) => block.forward(&x, None, &pass)?.1,
-                None => bail!("a block was not recorded"),
+                Some(record) => record,
+                None => match inputs.pop()? {
+                    Some(x) => block.forward(&x, None, &pass)?.1,
+                    None => bail!("a block was not recorded"),
+                },
             };
             gradient = block.backward(record, &pass, gradient, sink)?;
             drop(held);

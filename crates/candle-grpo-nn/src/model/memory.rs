@@ -1,7 +1,7 @@
 //! Estimates a decoder's memory from its configuration.
 
 use candle_core::{DType, Result};
-use candle_grpo_kernels::{PAGE, PackedWeight};
+use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack};
 
 use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
@@ -19,12 +19,15 @@ pub struct RecordedBytes {
     /// this block and the blocks before it, and further ones. For a checkpointed block these
     /// include the recomputed block.
     pub backward: Vec<usize>,
+    /// Page-locked main memory, if the inputs of checkpointed blocks are moved there.
+    pub main_memory: usize,
 }
 
 impl DecoderConfig {
     /// Memory for [`LanguageModel::record`](crate::LanguageModel::record) and its backward pass
     /// over `tokens` tokens in `dtype`. Attention computes `expanded` tokens: it counts shared
-    /// prefixes once per sequence.
+    /// prefixes once per sequence. `offloading` is for a GPU, as in
+    /// [`Decoder::with_activation_offloading`](crate::Decoder::with_activation_offloading).
     ///
     /// # Errors
     ///
@@ -33,7 +36,7 @@ impl DecoderConfig {
         &self,
         (tokens, expanded): (usize, usize),
         dtype: DType,
-        checkpointing: ActivationCheckpointing,
+        (checkpointing, offloading): (ActivationCheckpointing, bool),
     ) -> Result<RecordedBytes> {
         let hidden = self.hidden_size;
         let blocks = self.architecture().blocks;
@@ -43,7 +46,10 @@ impl DecoderConfig {
         let backward = blocks.iter().enumerate().map(|(number, block)| {
             let recorded = block.recorded(hidden);
             let recomputed = if number < recomputed_blocks {
-                kept += hidden;
+                // Of inputs in main memory, a few are on the device as well.
+                if !offloading || number < TensorStack::ON_DEVICE {
+                    kept += hidden;
+                }
                 recorded
             } else {
                 kept += recorded;
@@ -54,9 +60,16 @@ impl DecoderConfig {
             (others + block.backward(tokens, expanded)) * dtype.size_in_bytes()
         });
         let backward = backward.collect();
+        let main_memory = if offloading {
+            let input = tokens * hidden * dtype.size_in_bytes();
+            recomputed_blocks * TensorStack::main_memory_bytes(input)
+        } else {
+            0
+        };
         Ok(RecordedBytes {
             kept: tokens * kept * dtype.size_in_bytes(),
             backward,
+            main_memory,
         })
     }
 

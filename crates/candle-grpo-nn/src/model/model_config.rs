@@ -93,7 +93,7 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
     fn max_positions(&self) -> usize;
 
     /// Like [`Self::build`], for a model whose backward pass recomputes the layers that
-    /// `checkpointing` selects.
+    /// `checkpointing` selects. With `offloading`, their inputs are in main memory until then.
     ///
     /// # Errors
     ///
@@ -102,8 +102,9 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
         &self,
         vb: VarBuilder,
         checkpointing: ActivationCheckpointing,
+        offloading: bool,
     ) -> Result<Self::Model> {
-        let _ = vb;
+        let _ = (vb, offloading);
         bail!(
             "activation_checkpointing: {checkpointing}, must be false for this model, which does not have it"
         )
@@ -138,8 +139,10 @@ impl ModelConfig for DecoderConfig {
         &self,
         vb: VarBuilder,
         checkpointing: ActivationCheckpointing,
+        offloading: bool,
     ) -> Result<Decoder> {
-        Decoder::new(self, vb)?.with_activation_checkpointing(checkpointing)
+        let decoder = Decoder::new(self, vb)?.with_activation_checkpointing(checkpointing)?;
+        Ok(decoder.with_activation_offloading(offloading))
     }
 
     fn decoder(&self) -> Option<&DecoderConfig> {

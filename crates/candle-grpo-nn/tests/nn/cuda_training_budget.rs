@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Result};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens,
+    ActivationCheckpointing, AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel,
+    PackedTokens,
 };
-use candle_grpo_test_support::{CudaCalls, device};
+use candle_grpo_test_support::{CudaCalls, cuda_peak_bytes, device};
 use rstest::rstest;
 
 use crate::small::{Family, lively};
@@ -69,6 +70,69 @@ fn a_layer_of_training_keeps_its_budget_of_driver_calls(
     assert_eq!(layer.copies_to_host, 0, "{layer:?}");
     assert_eq!(layer.memsets, 0, "{layer:?}");
     assert_eq!(layer.events, 0, "{layer:?}");
+    Ok(())
+}
+
+/// The bytes of a micro-batch's tensors at their peak, and its calls, with all layers recomputed.
+/// `None` without the emulation.
+fn checkpointed(
+    config: &DecoderConfig,
+    length: usize,
+    offloading: bool,
+) -> Result<Option<(u64, CudaCalls)>> {
+    let parameters = lively(config)?;
+    let (vb, _copies) = parameters.copied_var_builder(DType::BF16)?;
+    let decoder = Decoder::new(config, vb)?.with_activation_checkpointing(true)?;
+    let decoder = decoder.with_activation_offloading(offloading);
+    let tokens = PackedTokens::new(&[vec![1; length]], device())?;
+    let mut gradients = Gradients::new();
+    let mut run = || {
+        let (hidden, recorded) = decoder.record(&tokens)?;
+        recorded.backward(&hidden, &parameters, &mut gradients)?;
+        device().synchronize()
+    };
+    run()?;
+    cuda_peak_bytes();
+    let (used, before) = (cuda_peak_bytes(), CudaCalls::now());
+    run()?;
+    let calls = CudaCalls::now().zip(before);
+    let bytes = cuda_peak_bytes().zip(used);
+    let bytes = bytes.map(|(peak, used)| peak - used);
+    Ok(bytes.zip(calls.map(|(after, before)| after - before)))
+}
+
+#[test]
+fn offloaded_inputs_leave_the_gpu_and_nothing_waits_for_them() -> Result<()> {
+    let (layers, length) = (8, 256);
+    let config = DecoderConfig {
+        num_hidden_layers: layers,
+        max_position_embeddings: length,
+        ..Family::Qwen3.config(true)
+    };
+    let (Some((kept, calls)), Some((moved, calls_moved))) = (
+        checkpointed(&config, length, false)?,
+        checkpointed(&config, length, true)?,
+    ) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let planned = |offloading| {
+        let checkpointing = (ActivationCheckpointing::All(true), offloading);
+        config.recorded_bytes((length, length), DType::BF16, checkpointing)
+    };
+    let (plan, plan_moved) = (planned(false)?, planned(true)?);
+    let input = length * config.hidden_size * 2;
+    assert_eq!(plan.kept - plan_moved.kept, (layers - 2) * input);
+    assert_eq!(plan_moved.main_memory, layers * input);
+    assert_eq!(plan.main_memory, 0);
+    assert_eq!((kept - moved) as usize, (layers - 2) * input);
+
+    let more = calls_moved - calls;
+    let layers = layers as u64;
+    assert_eq!(more.copies_to_host, layers, "{more:?}");
+    assert_eq!(more.copies_to_device, layers - 1, "{more:?}");
+    assert_eq!(more.allocations, layers - 1, "{more:?}");
+    assert_eq!((more.launches, more.waits), (0, 0), "{more:?}");
     Ok(())
 }
 

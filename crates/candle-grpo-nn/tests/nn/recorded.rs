@@ -178,12 +178,16 @@ fn recorded_gradients_of_micro_batches_add_up() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn checkpointing_of_any_layers_gives_the_same_bits() -> Result<()> {
+/// With the inputs of the layers on their device, and in main memory.
+#[rstest]
+fn checkpointing_of_any_layers_gives_the_same_bits(
+    #[values(false, true)] offloading: bool,
+) -> Result<()> {
     let model = Family::Llama.config(false);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    let decoder = decoder.with_activation_offloading(offloading);
     let gradients =
         |checkpointing| recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing);
     let kept = gradients(ActivationCheckpointing::All(false))?;

@@ -51,6 +51,9 @@ pub struct ActorConfig {
     /// recomputes.
     #[serde(default)]
     pub activation_checkpointing: ActivationCheckpointing,
+    /// Moves the inputs of these layers to main memory until then, if the policy is on a GPU.
+    #[serde(default)]
+    pub activation_offloading: bool,
     /// The dtype of the policy's computation. Trained weights are f32, unless
     /// [`AdamWConfig::master_weights`] is bf16.
     #[serde(default)]
@@ -259,7 +262,8 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
     ///
-    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] do not apply.
+    /// [`ActorConfig::activation_checkpointing`], [`ActorConfig::activation_offloading`] and
+    /// [`ActorConfig::compute_dtype`] do not apply.
     ///
     /// # Errors
     ///
@@ -270,6 +274,10 @@ impl<M: LanguageModel> Actor<M> {
             "activation_checkpointing",
             config.activation_checkpointing,
             "be false for a custom model",
+        )?;
+        ensure_offloading(
+            config.activation_checkpointing,
+            config.activation_offloading,
         )?;
         ensure_f32(&config)?;
         let copies = ComputeCopies::default();
@@ -693,10 +701,28 @@ fn trained<'a>(adapters: &'a Option<Lora>, parameters: &'a Parameters) -> &'a Pa
 
 /// Builds the policy that trains.
 fn build<C: ModelConfig>(model: &C, vb: VarBuilder, config: &ActorConfig) -> Result<C::Model> {
-    Ok(match config.activation_checkpointing {
+    let (checkpointing, offloading) = (
+        config.activation_checkpointing,
+        config.activation_offloading,
+    );
+    ensure_offloading(checkpointing, offloading)?;
+    Ok(match checkpointing {
         checkpointing if checkpointing.is_off() => model.build(vb)?,
-        checkpointing => model.build_checkpointed(vb, checkpointing)?,
+        checkpointing => model.build_checkpointed(vb, checkpointing, offloading)?,
     })
+}
+
+/// Checks that there are inputs of layers to move to main memory.
+pub(crate) fn ensure_offloading(
+    checkpointing: ActivationCheckpointing,
+    offloading: bool,
+) -> Result<()> {
+    Ok(check::check(
+        !offloading || !checkpointing.is_off(),
+        "activation_offloading",
+        offloading,
+        "be false unless activation_checkpointing is true or a number of layers",
+    )?)
 }
 
 fn ensure_f32(config: &ActorConfig) -> Result<()> {

@@ -106,6 +106,7 @@ impl MemoryFit<'_> {
                 halves.find_map(|size| with(&|config| config.sampling.max_batch_size = size))
             })
             .or_else(|| divisions(base).find(|divided| self.fits(divided)))
+            .or_else(|| with(&|config| config.activation_offloading = true))
             .or_else(|| with(&to_host))
             .or_else(|| CHANGES.iter().find_map(|change| with(change)))
     }
@@ -122,6 +123,11 @@ impl MemoryFit<'_> {
         for divided in divisions(&changed.clone()) {
             self.replace_larger(&mut changed, divided);
         }
+        let offloaded = TrainConfig {
+            activation_offloading: true,
+            ..changed.clone()
+        };
+        self.replace_larger(&mut changed, offloaded);
         let mut on_host = changed.clone();
         to_host(&mut on_host);
         self.replace_larger(&mut changed, on_host);
@@ -217,7 +223,7 @@ fn differences(base: &TrainConfig, changed: &TrainConfig) -> Vec<String> {
 }
 
 /// The settings that a change may name, with their values.
-fn settings(config: &TrainConfig) -> [(&'static str, String); 12] {
+fn settings(config: &TrainConfig) -> [(&'static str, String); 13] {
     let (sampling, optimizer) = (&config.sampling, &config.optimizer);
     let tokens = config.micro_batch_tokens.as_ref();
     let adapters = config.adapters.as_ref();
@@ -228,6 +234,10 @@ fn settings(config: &TrainConfig) -> [(&'static str, String); 12] {
         (
             "activation_checkpointing",
             config.activation_checkpointing.to_string(),
+        ),
+        (
+            "activation_offloading",
+            config.activation_offloading.to_string(),
         ),
         ("micro_batch_size", config.micro_batch_size.to_string()),
         (

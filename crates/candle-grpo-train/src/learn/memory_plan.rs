@@ -91,8 +91,9 @@ pub struct MemoryPlan {
     pub critic: usize,
     /// State of the optimizer of the policy.
     pub optimizer: usize,
-    /// State of optimizers, and f32 weights of the policy, in main memory beside a GPU
-    /// ([`StateMemory::Host`]). The other numbers are without them. 0 on the CPU.
+    /// Main memory beside a GPU: state of optimizers, f32 weights of the policy
+    /// ([`StateMemory::Host`]), and inputs of layers ([`TrainConfig::activation_offloading`]). The
+    /// other numbers are without them. 0 on the CPU.
     pub host: usize,
     /// Gradients, while the policy trains.
     pub gradients: usize,
@@ -172,6 +173,7 @@ impl MemoryPlan {
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
+            activation_offloading: config.activation_offloading,
             optimizer: &config.optimizer,
             passes: &passes,
             distillation: config.recipe.distillation_loss.as_ref(),
@@ -604,6 +606,7 @@ pub(crate) struct Learning<'a> {
     pub(crate) base_weights: BaseWeights,
     pub(crate) compute_dtype: ComputeDType,
     pub(crate) activation_checkpointing: ActivationCheckpointing,
+    pub(crate) activation_offloading: bool,
     pub(crate) optimizer: &'a AdamWConfig,
     /// The longest backward passes of an update.
     pub(crate) passes: &'a [Pass],
@@ -751,10 +754,15 @@ impl Learning<'_> {
             distillation: self.distillation,
             compute,
             activation_checkpointing: self.activation_checkpointing,
+            activation_offloading: self.activation_offloading,
             on_cuda: self.on_cuda,
             division: self.division,
         };
-        let (activations, training) = learner.bytes(model, self.passes)?;
+        let LearnerBytes {
+            activations,
+            training,
+            main_memory,
+        } = learner.bytes(model, self.passes)?;
         let loading = if divides_weights {
             // The largest one, or this rank's part of it, as a tensor and as bytes of a file, both
             // in f32.
@@ -768,7 +776,7 @@ impl Learning<'_> {
             weights,
             frozen,
             optimizer,
-            host,
+            host: host + main_memory,
             gradients: self.division.of_gradients(gradients),
             activations,
             training,
@@ -812,10 +820,11 @@ fn critic_bytes(
         distillation: None,
         compute: DType::F32,
         activation_checkpointing: ActivationCheckpointing::default(),
+        activation_offloading: false,
         on_cuda: cuda_is_enabled(),
         division,
     };
-    let (_, training) = learner.bytes(&model, passes)?;
+    let LearnerBytes { training, .. } = learner.bytes(&model, passes)?;
     Ok(CriticBytes {
         weights: division.of_weights(weights),
         state: division.state(state_bytes(&shapes, critic.optimizer.state)),
@@ -836,28 +845,47 @@ struct Learner<'a> {
     distillation: Option<&'a DistillationLoss>,
     compute: DType,
     activation_checkpointing: ActivationCheckpointing,
+    activation_offloading: bool,
     on_cuda: bool,
     division: Division,
 }
 
+/// The bytes of a backward pass.
+struct LearnerBytes {
+    /// Tensors.
+    activations: usize,
+    /// Tensors and gradients at their peak.
+    training: usize,
+    /// Tensors that are moved to main memory.
+    main_memory: usize,
+}
+
 impl Learner<'_> {
-    /// The bytes of the tensors of the largest of `passes`, and those with the gradients at the
-    /// peak.
-    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<(usize, usize)> {
+    /// The most bytes of any of `passes`.
+    fn bytes(&self, model: &DecoderConfig, passes: &[Pass]) -> Result<LearnerBytes> {
         let passes = passes.iter().filter(|pass| pass.tokens > 0);
-        let mut most = (0, self.division.of_gradients(self.gradients));
+        let mut most = LearnerBytes {
+            activations: 0,
+            training: self.division.of_gradients(self.gradients),
+            main_memory: 0,
+        };
         for pass in passes {
-            let (activations, training) = self.bytes_of_pass(model, *pass)?;
-            most = (most.0.max(activations), most.1.max(training));
+            let bytes = self.bytes_of_pass(model, *pass)?;
+            most = LearnerBytes {
+                activations: most.activations.max(bytes.activations),
+                training: most.training.max(bytes.training),
+                main_memory: most.main_memory.max(bytes.main_memory),
+            };
         }
         Ok(most)
     }
 
-    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> Result<(usize, usize)> {
+    fn bytes_of_pass(&self, model: &DecoderConfig, pass: Pass) -> Result<LearnerBytes> {
+        let offloading = self.activation_offloading && self.on_cuda;
         let recorded = model.recorded_bytes(
             (pass.tokens, pass.expanded),
             self.compute,
-            self.activation_checkpointing,
+            (self.activation_checkpointing, offloading),
         )?;
         let output = recorded.kept + self.layer(model, pass);
         let blocks = recorded.backward.len();
@@ -884,7 +912,11 @@ impl Learner<'_> {
                 .map(|(block, bytes)| bytes + exchange + of_blocks * (blocks - block) / blocks);
             self.output + output.max(backward.max().unwrap_or(0))
         };
-        Ok((activations, training))
+        Ok(LearnerBytes {
+            activations,
+            training,
+            main_memory: recorded.main_memory,
+        })
     }
 
     /// The bytes of the output layer and its loss, without the gradient of its weight.
@@ -970,6 +1002,7 @@ mod tests {
                 base_weights: BaseWeights::Dense,
                 compute_dtype: ComputeDType::Bf16,
                 activation_checkpointing: ActivationCheckpointing::default(),
+                activation_offloading: false,
                 optimizer: &AdamWConfig::default(),
                 passes: &[pass],
                 distillation: None,
@@ -1110,6 +1143,60 @@ mod tests {
         Ok(())
     }
 
+    #[test]
+    fn offloaded_inputs_are_beside_a_gpu() -> Result<()> {
+        let (layers, hidden, tokens) = (8, 64, 1 << 10);
+        let model = DecoderConfig {
+            vocab_size: 100,
+            hidden_size: hidden,
+            intermediate_size: 64,
+            num_hidden_layers: layers,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            ..DecoderConfig::default()
+        };
+        let pass = Pass {
+            tokens,
+            expanded: tokens,
+            follows: false,
+            is_supervised: false,
+            exchanged: (0, 0),
+        };
+        // The second pass needs less.
+        let passes = [pass, Pass { tokens: 10, ..pass }];
+        let plan = |recomputed, activation_offloading, on_cuda| {
+            let learning = Learning {
+                adapters: None,
+                base_weights: BaseWeights::Dense,
+                compute_dtype: ComputeDType::Bf16,
+                activation_checkpointing: ActivationCheckpointing::Layers(recomputed),
+                activation_offloading,
+                optimizer: &AdamWConfig::default(),
+                passes: &passes,
+                distillation: None,
+                on_cuda,
+                division: Division::new(Sharding::None, 1),
+            };
+            learning.plan(&model)
+        };
+        let input = 2 * hidden * tokens;
+        for recomputed in [1, 2, 5, layers] {
+            let (kept, moved) = (
+                plan(recomputed, false, true)?,
+                plan(recomputed, true, true)?,
+            );
+            assert_eq!((kept.host, moved.host), (0, recomputed * input));
+            // The one in use and the next one are on the device as well.
+            let gone = recomputed.saturating_sub(2) * input;
+            assert_eq!(kept.activations - moved.activations, gone, "{recomputed}");
+            assert_eq!(
+                plan(recomputed, true, false)?,
+                plan(recomputed, false, false)?
+            );
+        }
+        Ok(())
+    }
+
     /// The weights on a GPU, and main memory, in bytes for each parameter.
     #[rstest]
     #[case::f32(ComputeDType::F32, MasterWeights::F32, [4, 8])]
@@ -1136,6 +1223,7 @@ mod tests {
                 base_weights: BaseWeights::Dense,
                 compute_dtype,
                 activation_checkpointing: ActivationCheckpointing::default(),
+                activation_offloading: false,
                 optimizer: &optimizer,
                 passes: &[],
                 distillation: None,

@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::actor::{
-    divides_weights, division, ensure_dense, ensure_master_weights, ensure_memory, stored_form,
+    divides_weights, division, ensure_dense, ensure_master_weights, ensure_memory,
+    ensure_offloading, stored_form,
 };
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
@@ -164,6 +165,10 @@ pub struct TrainConfig {
     /// memory hardly grows with the number of layers, and a step takes a third longer. With fewer,
     /// it takes less time and more memory.
     pub activation_checkpointing: ActivationCheckpointing,
+    /// Move the kept inputs of these layers from the GPU to page-locked main memory until the
+    /// backward pass. The copies run beside the computation, and the update has the same bits. For
+    /// long sequences. On the CPU, it changes nothing.
+    pub activation_offloading: bool,
     /// The dtype in which policy and reference compute. Weights that train are f32 as well; those
     /// under adapters are in this dtype alone.
     pub compute_dtype: ComputeDType,
@@ -228,6 +233,7 @@ impl Default for TrainConfig {
             micro_batch_size: MICRO_BATCH_SIZE,
             micro_batch_tokens: None,
             activation_checkpointing: ActivationCheckpointing::default(),
+            activation_offloading: false,
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
             router_replay: false,
@@ -325,6 +331,7 @@ impl TrainConfig {
             .map_err(|error| within("optimizer", error.into()))?;
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
+        ensure_offloading(self.activation_checkpointing, self.activation_offloading)?;
         self.validate_sharding()?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
@@ -870,6 +877,7 @@ impl TrainConfig {
             optimizer: self.optimizer.clone(),
             temperature: self.sampling.temperature,
             activation_checkpointing: self.activation_checkpointing,
+            activation_offloading: self.activation_offloading,
             compute_dtype: self.compute_dtype,
             router_aux_loss_coef: self.router_aux_loss_coef,
             distillation_loss: self.recipe.distillation_loss,

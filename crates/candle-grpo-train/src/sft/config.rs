@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
 use crate::learn::actor::{
-    division, ensure_dense, ensure_master_weights, ensure_memory, stored_form,
+    division, ensure_dense, ensure_master_weights, ensure_memory, ensure_offloading, stored_form,
 };
 use candle_grpo_base::within;
 
@@ -44,6 +44,10 @@ pub struct SftConfig {
     /// memory hardly grows with the number of layers, and a step takes a third longer. With fewer,
     /// it takes less time and more memory.
     pub activation_checkpointing: ActivationCheckpointing,
+    /// Move the kept inputs of these layers from the GPU to page-locked main memory until the
+    /// backward pass. The copies run beside the computation, and the update has the same bits. For
+    /// long sequences. On the CPU, it changes nothing.
+    pub activation_offloading: bool,
     /// Compute dtype. Weights that train are stored in f32 as well; weights under adapters only in
     /// this dtype.
     pub compute_dtype: ComputeDType,
@@ -133,6 +137,7 @@ impl Default for SftConfig {
             adapters: None,
             base_weights: BaseWeights::default(),
             activation_checkpointing: ActivationCheckpointing::default(),
+            activation_offloading: false,
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
             sharding: Sharding::None,
@@ -177,6 +182,7 @@ impl SftConfig {
         ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
         ensure_dense(self.sharding, self.base_weights)?;
+        ensure_offloading(self.activation_checkpointing, self.activation_offloading)?;
         // The length of the run is checked with the rows.
         self.schedule
             .of_steps(self.max_steps.unwrap_or(usize::MAX))
@@ -223,6 +229,7 @@ impl SftConfig {
             optimizer: self.optimizer.clone(),
             temperature: 1.,
             activation_checkpointing: self.activation_checkpointing,
+            activation_offloading: self.activation_offloading,
             compute_dtype: self.compute_dtype,
             router_aux_loss_coef: self.router_aux_loss_coef,
             distillation_loss: None,

@@ -30,6 +30,7 @@ impl MemoryPlan {
             base_weights: config.base_weights,
             compute_dtype: config.compute_dtype,
             activation_checkpointing: config.activation_checkpointing,
+            activation_offloading: config.activation_offloading,
             optimizer: &config.optimizer,
             passes: &examples(sizes, longest),
             distillation: None,

@@ -235,14 +235,16 @@ fn pieces_and_step_counts_of_nothing_are_errors() {
 /// Padded sequences and Candle's own graph, against packed sequences without one.
 #[rstest]
 fn gradients_are_those_of_a_graph(
-    #[values(true, false)] activation_checkpointing: bool,
+    #[values((false, false), (true, false), (true, true))] checkpointing: (bool, bool),
     #[values(PolicyLoss::grpo(), PolicyLoss::gspo())] policy_loss: PolicyLoss,
 ) {
     let sampled = actor(policy_loss.clone());
     let batch = batch(&sampled);
     let totals = totals(&batch);
+    let (activation_checkpointing, activation_offloading) = checkpointing;
     let config = ActorConfig {
         activation_checkpointing: activation_checkpointing.into(),
+        activation_offloading,
         ..sampled.config().clone()
     };
     let parameters = parameters();

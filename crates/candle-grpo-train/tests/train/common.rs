@@ -118,6 +118,7 @@ pub(crate) fn actor_config(policy_loss: PolicyLoss) -> ActorConfig {
         optimizer: AdamWConfig::default(),
         temperature: 1.,
         activation_checkpointing: ActivationCheckpointing::default(),
+        activation_offloading: false,
         compute_dtype: ComputeDType::F32,
         router_aux_loss_coef: 0.,
         distillation_loss: None,

@@ -414,6 +414,7 @@ fn a_cache_draws_the_tokens_of_full_passes() {
     "activation_checkpointing: true",
     TrainConfig { activation_checkpointing: true.into(), ..config() }
 )]
+#[case("activation_offloading: true", TrainConfig { activation_offloading: true, ..config() })]
 #[case("router_aux_loss_coef: 0.1", TrainConfig { router_aux_loss_coef: 0.1, ..config() })]
 #[case("router_replay: true", TrainConfig { router_replay: true, ..config() })]
 #[case("critic: given", with_critic())]

@@ -297,6 +297,52 @@ fn an_optimizer_moves_to_host_memory_if_that_has_room(
     }
 }
 
+/// On a GPU with main memory for the inputs of layers, or too little. The plan is that of a GPU on
+/// any device.
+#[rstest]
+fn inputs_of_layers_move_to_main_memory_before_the_optimizer(
+    #[values(false, true)] has_room: bool,
+    #[values(false, true)] is_checkpointed: bool,
+) {
+    let model = large();
+    let moved = 1 << 30;
+    let plan = |config: &TrainConfig| {
+        let mut plan = MemoryPlan::new(&model, config, PROMPT, 0)?;
+        plan.packed = 0;
+        if config.activation_offloading {
+            plan.training -= moved;
+            plan.host += moved;
+        }
+        if config.optimizer.memory == StateMemory::Host {
+            plan.host += std::mem::take(&mut plan.optimizer);
+        }
+        Ok(plan)
+    };
+    let run = TrainConfig {
+        activation_checkpointing: is_checkpointed.into(),
+        micro_batch_tokens: Some(320.into()),
+        ..config()
+    };
+    let offloaded = TrainConfig {
+        activation_checkpointing: true.into(),
+        activation_offloading: true,
+        ..run.clone()
+    };
+    let fit = MemoryFit {
+        bytes: plan(&offloaded).unwrap().peak(),
+        host_bytes: Some(if has_room { moved } else { moved - 1 }),
+        model: &model,
+        prompt_tokens: PROMPT,
+        plan: &plan,
+    };
+    let change = fit.smallest_change(&run).unwrap();
+    let moves = change.contains(&"activation_offloading: true".to_owned());
+    // A single change of the run comes before two that keep it.
+    assert_eq!(moves, has_room && is_checkpointed, "{change:?}");
+    assert_eq!(change.len(), 1, "{change:?}");
+    assert!(!change[0].starts_with("optimizer.memory"), "{change:?}");
+}
+
 /// A run of four ranks that divide `sharding` fits with one sequence in a pass, as `smallest`.
 ///
 /// In f32, where ranks do not divide the weights, its peak is that of drawing, and dividing the

@@ -531,7 +531,7 @@ fn print_plan(plan: &MemoryPlan, lengths: &str, out: &mut impl Write) -> Result<
     writeln!(out, "  {}.", parts.join(", "))?;
     if plan.host > 0 {
         let host = size(plan.host);
-        writeln!(out, "  In main memory, the optimizer takes {host} more.")?;
+        writeln!(out, "  Main memory holds {host} more.")?;
     }
     Ok(())
 }

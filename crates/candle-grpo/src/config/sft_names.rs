@@ -47,6 +47,7 @@ const NAMES: &[(&str, &str)] = &[
     // Memory and adapters.
     ("training", "sft"),
     ("gradient_checkpointing", "sft.activation_checkpointing"),
+    ("activation_offloading", "sft.activation_offloading"),
     ("bf16", "sft.compute_dtype"),
     ("dtype", "sft.compute_dtype"),
     ("torch_dtype", "sft.compute_dtype"),

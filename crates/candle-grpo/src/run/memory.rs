@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use candle_grpo_collective::launch;
 use candle_grpo_core::validate::Name;
-use candle_grpo_nn::optim::Sharding;
-use candle_grpo_nn::{BaseWeights, DecoderConfig, Gguf};
+use candle_grpo_nn::optim::{Sharding, StateMemory};
+use candle_grpo_nn::{AdamWConfig, BaseWeights, DecoderConfig, Gguf};
 use candle_grpo_train::data::read_json;
 use candle_grpo_train::learn::{Draws, MemoryFit, MemoryPlan};
 use candle_grpo_train::sft::{SftConfig, SftDataset};
@@ -160,8 +160,21 @@ impl<'a> RunMemory<'a> {
     fn more_than_host(&self, plan: &MemoryPlan) -> Option<String> {
         let free = self.host_bytes.filter(|&free| plan.host > free)?;
         let (host, free) = (plan.host >> 20, free >> 20);
+        let train = &self.run.train;
+        let critic = train.critic.as_ref().map(|critic| &critic.optimizer);
+        let on_host = |optimizer: &AdamWConfig| optimizer.memory == StateMemory::Host;
+        let keys = [
+            (on_host(&train.optimizer), "optimizer.memory: host"),
+            (critic.is_some_and(on_host), "critic.optimizer.memory: host"),
+            (train.activation_offloading, "activation_offloading: true"),
+        ];
+        let keys: Vec<&str> = keys
+            .into_iter()
+            .filter_map(|(is_set, key)| is_set.then_some(key))
+            .collect();
         Some(format!(
-            "{host} MiB of main memory (optimizer.memory: host), more than {free} MiB ({USED_PERCENT}% of the free memory)"
+            "{host} MiB of main memory ({}), more than {free} MiB ({USED_PERCENT}% of the free memory)",
+            keys.join(", ")
         ))
     }
 

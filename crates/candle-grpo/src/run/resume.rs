@@ -102,6 +102,7 @@ run_trainer!(
     RunConfig,
     [
         "activation_checkpointing",
+        "activation_offloading",
         "alarms",
         "checkpoint",
         "critic.optimizer.memory",
@@ -137,6 +138,7 @@ run_trainer!(
         "model",
         "run_dir",
         "sft.activation_checkpointing",
+        "sft.activation_offloading",
         "sft.optimizer.memory",
         "sft.sharding",
         "threads",

@@ -230,13 +230,15 @@ fn memory_is_freed_once_the_server_has_closed_it() {
     until_it_succeeds(|| sharing.policy(1).push(&client));
     let has_ended = Arc::new(AtomicBool::new(false));
     let ended = Arc::clone(&has_ended);
-    sharing.server().set_faults(move |request| match request.path() {
-        "/update_weights" => Some(Fault::After(Box::new(|_| Reply::closed()))),
-        "/finish_weight_update" if !ended.load(Ordering::SeqCst) => {
-            Some(Fault::Instead(Reply::closed()))
-        }
-        _ => None,
-    });
+    sharing
+        .server()
+        .set_faults(move |request| match request.path() {
+            "/update_weights" => Some(Fault::After(Box::new(|_| Reply::closed()))),
+            "/finish_weight_update" if !ended.load(Ordering::SeqCst) => {
+                Some(Fault::Instead(Reply::closed()))
+            }
+            _ => None,
+        });
     sharing.policy(2).push(&client).unwrap_err();
     assert_eq!(sharing.files.buffers(), 1);
     has_ended.store(true, Ordering::SeqCst);

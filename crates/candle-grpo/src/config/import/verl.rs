@@ -36,6 +36,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_rollout_ref.model.path": To("model.path");
     "actor_rollout_ref.model.custom_chat_template": Unless("null", "set model.chat_template to a file");
     "actor_rollout_ref.model.enable_gradient_checkpointing": To("activation_checkpointing");
+    "actor_rollout_ref.model.enable_activation_offload": To("activation_offloading");
     "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
     "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
     "actor_rollout_ref.model.override_config": Set("model", ": a directory with that config.json");
@@ -143,6 +144,9 @@ pub(super) fn translate(document: &Document) -> Import {
     file.default("sampling.max_new_tokens", json!(512));
     file.default("checkpoint.every_steps", Value::Null);
     file.default("evaluation.every_steps", Value::Null);
+    if file.translated("activation_offloading") == Some(json!(true)) {
+        file.default("activation_checkpointing", json!(true));
+    }
     let epochs = OtherDefault::new("trainer.total_epochs", "30", "100 steps");
     let defaults = file.left_out(sizes.all_updates.is_none(), [epochs]);
     file.finish(System::Verl, defaults, Some(sizes))

@@ -435,6 +435,29 @@ fn the_sizes_of_verl_keep_their_meaning() {
     assert_eq!(sizes.all_updates, Some(60.));
 }
 
+/// verl checkpoints unless a file says otherwise.
+#[test]
+fn the_activations_of_verl_are_checkpointed_to_be_offloaded() {
+    let train = |model: &str| {
+        let text = VERL.replace("ESTIMATOR", "grpo");
+        let text = text.replace("{path: m}", &format!("{{path: m, {model}}}"));
+        run(&import(&text)).train
+    };
+    for (model, offloading, checkpointing) in [
+        ("enable_activation_offload: false", false, false),
+        ("enable_gradient_checkpointing: true", false, true),
+        ("enable_activation_offload: true", true, true),
+    ] {
+        let train = train(model);
+        assert_eq!(train.activation_offloading, offloading, "{model}");
+        assert_eq!(
+            train.activation_checkpointing,
+            checkpointing.into(),
+            "{model}"
+        );
+    }
+}
+
 /// CISPO clips a weight, whose bounds are ratios.
 #[test]
 fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
