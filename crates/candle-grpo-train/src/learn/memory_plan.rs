@@ -18,7 +18,7 @@ use super::actor::divides_weights;
 use super::micro_batches::MicroBatchSize;
 use super::needs::{Needs, Source};
 use super::self_teacher::SelfTeacherConfig;
-use crate::rollout::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
+use crate::rollout::{STEPS_BEFORE_PACKING, prefill_tokens};
 use crate::sequence::response_forward::states_at_once;
 use crate::{CriticConfig, SamplingConfig, TrainConfig};
 
@@ -426,7 +426,8 @@ impl Draws<'_> {
         let limit = limit.map_or(usize::MAX, |mib| mib.saturating_mul(1 << 20));
         let cache = model.cache_bytes((groups, group), lengths, dtype);
         let cache = cache.min(limit);
-        let prefill = PREFILL_TOKENS.saturating_add(prompt).min(groups * prompt);
+        let prefill = prefill_tokens(cuda_is_enabled()).saturating_add(prompt);
+        let prefill = prefill.min(groups * prompt);
         let prefill = model.forward_bytes(prefill, dtype);
         let logits = |rows: usize| rows * model.vocab_size * 4;
         // Those after the prompts are concatenated.

@@ -30,8 +30,11 @@ const RESERVED_TOKENS: usize = 64;
 /// the memory.
 pub(crate) const STEPS_BEFORE_PACKING: usize = 16;
 
-/// Prompts are split into forward passes with about this many tokens.
-pub(crate) const PREFILL_TOKENS: usize = 512;
+/// Returns about how many tokens of prompts a forward pass has. The launches of a pass take a GPU
+/// about 100 microseconds per layer, in which it could multiply thousands of rows.
+pub(crate) fn prefill_tokens(on_cuda: bool) -> usize {
+    if on_cuda { 8192 } else { 512 }
+}
 
 /// Samples completions from a model that shares the policy's parameters: after an optimizer step,
 /// it samples from the new policy. [`Self::in_dtype`] and [`Self::detached`] sample from copies.
@@ -71,6 +74,7 @@ struct Run<'a> {
     adapters: &'a [usize],
     stop_strings: Option<StopStrings<'a>>,
     version: u64,
+    prefill_tokens: usize,
     prompts: Vec<PromptState<'a>>,
     /// Why the device had no more memory, if it had not.
     out_of_memory: Option<candle_core::Error>,
@@ -250,6 +254,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
             adapters,
             stop_strings: StopStrings::new(batch)?,
             version: self.version.load(Ordering::Acquire),
+            prefill_tokens: prefill_tokens(self.device.is_cuda()),
             prompts: Vec::new(),
             out_of_memory: None,
         };
@@ -549,7 +554,7 @@ impl Run<'_> {
         for prompt in self.uncomputed(completions.iter()) {
             pass.push(prompt);
             tokens += self.prompts[prompt].tokens.len();
-            if tokens >= PREFILL_TOKENS {
+            if tokens >= self.prefill_tokens {
                 self.prefill(&pass)?;
                 pass.clear();
                 tokens = 0;
@@ -583,14 +588,14 @@ impl Run<'_> {
     }
 
     /// Computes the keys and values of completions that were suspended, in passes with at most
-    /// [`PREFILL_TOKENS`] tokens.
+    /// [`prefill_tokens`] tokens.
     fn resume(&mut self, completions: &[Live]) -> Result<()> {
         self.leave_prompts(completions)?;
         let mut pass: Vec<(SequenceId, &[u32])> = Vec::new();
         let mut tokens = 0;
         for l in completions {
-            for part in l.tokens[..l.tokens.len() - 1].chunks(PREFILL_TOKENS) {
-                if tokens + part.len() > PREFILL_TOKENS {
+            for part in l.tokens[..l.tokens.len() - 1].chunks(self.prefill_tokens) {
+                if tokens + part.len() > self.prefill_tokens {
                     self.decoding.next_logits(&pass)?;
                     pass.clear();
                     tokens = 0;

@@ -33,7 +33,7 @@ pub use generator::{
     PromptRequest,
 };
 pub use local::LocalGenerator;
-pub(crate) use local::{PREFILL_TOKENS, STEPS_BEFORE_PACKING};
+pub(crate) use local::{STEPS_BEFORE_PACKING, prefill_tokens};
 pub use sampling_config::SamplingConfig;
 pub use structured_outputs::StructuredOutputs;
 pub use trajectories::{DrawTurns, Play, Trajectories};

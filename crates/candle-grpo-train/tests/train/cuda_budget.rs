@@ -1,12 +1,15 @@
 //! CUDA driver calls per pass and per step, as counted by the emulated GPU.
 
 use candle_grpo_loss::{KlLoss, PolicyLoss, Recipe};
+use candle_grpo_nn::DecoderConfig;
 use candle_grpo_test_support::{CudaCalls, device};
 use candle_grpo_train::learn::step::{self, Needs, Passes, RolloutGroups, StepBatch};
 use candle_grpo_train::learn::{Models, OldLogProbs, Ranks, TrainerState};
-use candle_grpo_train::{Prompt, SamplingConfig, TrainConfig};
+use candle_grpo_train::{Prompt, Sampler, SamplingConfig, TrainConfig};
 
-use crate::common::{config, digest, model, parameters, prompts, sampling, tokenizer};
+use crate::common::{
+    config, digest, model, parameters, parameters_of, prompts, sampling, tokenizer,
+};
 
 /// Counts the calls in `run`. `None` without the emulation.
 fn calls<T>(run: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Option<CudaCalls>)> {
@@ -96,5 +99,37 @@ fn a_step_and_its_passes_keep_their_budgets_of_driver_calls() -> anyhow::Result<
     // Each micro-batch also reads its loss and its metrics, and the update the gradient norm.
     assert_eq!(of_update.copies_to_host, 2 * 3, "{of_update:?}");
     assert_eq!(update.copies_to_host, 2 * 3 + 1, "{update:?}");
+    Ok(())
+}
+
+/// The launches to sample one token for each of four prompts with this number of characters.
+fn launches_of_prompts(length: usize) -> anyhow::Result<Option<u64>> {
+    let model = DecoderConfig {
+        max_position_embeddings: 256,
+        ..model()
+    };
+    let texts = ["a", "b", "c", "d"].map(|letter| letter.repeat(length));
+    let prompts = prompts(&texts.each_ref().map(String::as_str));
+    let prompts: Vec<&Prompt> = prompts.iter().collect();
+    assert!(prompts.iter().all(|prompt| prompt.tokens.len() >= length));
+    let config = SamplingConfig {
+        max_new_tokens: 1,
+        ..sampling()
+    };
+    let sampler = Sampler::new(&model, &parameters_of(&model, device()), config)?;
+    let sample = || sampler.sample(&prompts, 2, 0);
+    // The first call also loads kernels.
+    sample()?;
+    Ok(calls(sample)?.1.map(|calls| calls.launches))
+}
+
+/// The CPU would divide the longer ones.
+#[test]
+fn prompts_are_computed_in_one_pass() -> anyhow::Result<()> {
+    let (Some(short), Some(long)) = (launches_of_prompts(20)?, launches_of_prompts(200)?) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    assert_eq!(short, long);
     Ok(())
 }
