@@ -833,6 +833,7 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, void
 }
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
     CALL_IN_CONTEXT;
+    if (bytes == 0) return refuse(INVALID_VALUE, "0 bytes of page-locked memory");
     if (allocation_fails()) return OUT_OF_MEMORY;
     *pointer = cuda_host_buffer(rounded(bytes));
     memset(*pointer, 0xff, bytes);

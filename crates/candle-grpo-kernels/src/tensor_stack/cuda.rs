@@ -57,6 +57,9 @@ impl Moved {
         }
         let tensor = tensor.detach().contiguous()?;
         let (shape, dtype) = (tensor.shape().clone(), tensor.dtype());
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!("tensor: {dtype:?}, must be f32, bf16 or f16");
+        }
         let (from, bytes) = (address(&tensor, &self.compute)?, bytes(&shape, dtype));
         let memory = self.copies.take(bytes)?;
         // SAFETY: the memory has as many bytes.

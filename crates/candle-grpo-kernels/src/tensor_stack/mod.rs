@@ -12,8 +12,8 @@ use candle_core::{Device, Result, Tensor};
 ///
 /// [`Self::on_device`] keeps them where they are. [`Self::in_main_memory`] moves those of a GPU to
 /// page-locked main memory, and back before they are needed. The copies run beside the kernels that
-/// are launched meanwhile, and no call waits for them. At most [`Self::ON_DEVICE`] of the tensors
-/// are then in the memory of the GPU.
+/// are launched meanwhile, and no call waits for them, except where tensors become larger. At most
+/// [`Self::ON_DEVICE`] of the tensors are then in the memory of the GPU.
 ///
 /// This is activation offloading, as in `torch.autograd.graph.save_on_cpu` and in
 /// <https://unsloth.ai/blog/long-context>. A copy of a tensor with B bytes takes B / 50 GB/s over

@@ -47,27 +47,21 @@ impl Copies {
         Ok(copies)
     }
 
-    /// Returns memory for this many bytes. If all that is free is too small, replaces the largest
-    /// one of it.
+    /// Returns memory for this many bytes. If all that is free is too small, returns it to the
+    /// system, which waits for the copies.
     pub(super) fn take(&self, bytes: usize) -> Result<PageLocked> {
         let mut free = self.lock();
-        let fits = |memory: &&PageLocked| memory.bytes >= bytes;
-        let smallest = free.iter().filter(fits).map(|memory| memory.bytes).min();
-        let largest = free.iter().map(|memory| memory.bytes).max();
-        let found = free
-            .iter()
-            .position(|memory| Some(memory.bytes) == smallest.or(largest));
-        let memory = found.map(|at| free.swap_remove(at));
-        match memory {
-            Some(memory) if smallest.is_some() => return Ok(memory),
-            Some(memory) => self.release([memory])?,
-            None => {}
+        let fitting = free.iter().enumerate();
+        let fitting = fitting.filter(|(_, memory)| memory.bytes >= bytes);
+        let smallest = fitting.min_by_key(|(_, memory)| memory.bytes);
+        if let Some((at, _)) = smallest {
+            return Ok(free.swap_remove(at));
         }
-        let size = TensorStack::main_memory_bytes(bytes);
-        if let Ok(memory) = self.allocate(size) {
-            return Ok(memory);
+        if !free.is_empty() {
+            self.release(&mut free)?;
         }
-        self.release(free.drain(..))?;
+        // Drivers differ in what they do for no bytes.
+        let size = TensorStack::main_memory_bytes(bytes.max(1));
         self.allocate(size).map_err(|error| {
             Error::msg(format!(
                 "{size} bytes of page-locked main memory for a tensor of the GPU: {error}"
@@ -125,16 +119,21 @@ impl Copies {
     }
 
     /// Returns memory to the system, once all copies have ended.
-    fn release(&self, memory: impl IntoIterator<Item = PageLocked>) -> Result<()> {
+    fn release(&self, free: &mut Vec<PageLocked>) -> Result<()> {
         self.stream.synchronize().map_err(Error::wrap)?;
-        for memory in memory {
+        let released = free.drain(..).map(|memory| {
             // SAFETY: it was allocated in this way, and nothing uses it.
             #[allow(unsafe_code)]
             unsafe {
-                result::free_host(memory.address).map_err(Error::wrap)?;
+                result::free_host(memory.address)
             }
-        }
-        Ok(())
+        });
+        // All of it, also after an error.
+        let results: Vec<_> = released.collect();
+        results
+            .into_iter()
+            .collect::<std::result::Result<(), _>>()
+            .map_err(Error::wrap)
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PageLocked>> {

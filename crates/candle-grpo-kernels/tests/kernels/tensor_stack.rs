@@ -58,6 +58,13 @@ fn tensors_come_back_in_reverse_order(
             }
             assert!(stack.pop()?.is_none());
         }
+        // Ranks may have no tokens.
+        for _ in 0..3 {
+            stack.push(&Tensor::zeros((0, 4), dtype, device)?)?;
+        }
+        for _ in 0..3 {
+            assert_eq!(stack.pop()?.expect("a tensor").dims(), [0, 4]);
+        }
     }
     Ok(())
 }
@@ -182,8 +189,14 @@ fn tensors_that_cannot_move_are_refused() -> Result<()> {
             error.starts_with("tensor: on Cpu, must be on the device of the stack"),
             "{error}"
         );
-        let error = message(stack.push(&Tensor::new(&[1u32], device)?));
-        assert_eq!(error, "tensors: U32, must be f32, bf16 or f16");
+        for dtype in [DType::U8, DType::U32, DType::F64] {
+            let error = message(stack.push(&Tensor::zeros(1, dtype, device)?));
+            assert_eq!(
+                error,
+                format!("tensor: {dtype:?}, must be f32, bf16 or f16")
+            );
+        }
+        assert!(stack.pop()?.is_none());
     }
     Ok(())
 }

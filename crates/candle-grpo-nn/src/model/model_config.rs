@@ -93,7 +93,9 @@ pub trait ModelConfig: Clone + Serialize + Send + Sync + 'static {
     fn max_positions(&self) -> usize;
 
     /// Like [`Self::build`], for a model whose backward pass recomputes the layers that
-    /// `checkpointing` selects. With `offloading`, their inputs are in main memory until then.
+    /// `checkpointing` selects. With `offloading`, their inputs are in main memory until then, as
+    /// in a [`TensorStack`](candle_grpo_kernels::TensorStack). If your model does not move
+    /// them, return an error.
     ///
     /// # Errors
     ///

@@ -262,8 +262,7 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
     ///
-    /// [`ActorConfig::activation_checkpointing`], [`ActorConfig::activation_offloading`] and
-    /// [`ActorConfig::compute_dtype`] do not apply.
+    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] do not apply.
     ///
     /// # Errors
     ///

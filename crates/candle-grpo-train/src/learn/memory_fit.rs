@@ -60,7 +60,7 @@ impl MemoryFit<'_> {
             rounds(update.tokens()),
             |rounds| {
                 let plan = (self.plan)(&with_tokens(config, rounds * ROUND))?;
-                Ok(plan.peak() <= self.bytes)
+                Ok(self.holds(&plan))
             },
         )?;
         Ok(fitting.map(|rounds| rounds * ROUND))
@@ -123,14 +123,17 @@ impl MemoryFit<'_> {
         for divided in divisions(&changed.clone()) {
             self.replace_larger(&mut changed, divided);
         }
+        // Main memory may have room for the inputs of layers, for the optimizer, or for both.
+        let with_all_inputs = changed.clone();
         let offloaded = TrainConfig {
             activation_offloading: true,
             ..changed.clone()
         };
         self.replace_larger(&mut changed, offloaded);
-        let mut on_host = changed.clone();
-        to_host(&mut on_host);
-        self.replace_larger(&mut changed, on_host);
+        for mut on_host in [changed.clone(), with_all_inputs] {
+            to_host(&mut on_host);
+            self.replace_larger(&mut changed, on_host);
+        }
         for change in CHANGES {
             let mut next = changed.clone();
             change(&mut next);
@@ -157,12 +160,19 @@ impl MemoryFit<'_> {
     /// memory beside a GPU.
     fn peak(&self, config: &TrainConfig) -> Option<usize> {
         let plan = (self.plan)(config).ok()?;
-        let has_room = self.host_bytes.is_none_or(|free| plan.host <= free);
-        has_room.then(|| plan.peak())
+        self.has_main_memory(&plan).then(|| plan.peak())
     }
 
     fn fits(&self, config: &TrainConfig) -> bool {
-        self.peak(config).is_some_and(|peak| peak <= self.bytes)
+        (self.plan)(config).is_ok_and(|plan| self.holds(&plan))
+    }
+
+    fn holds(&self, plan: &MemoryPlan) -> bool {
+        self.has_main_memory(plan) && plan.peak() <= self.bytes
+    }
+
+    fn has_main_memory(&self, plan: &MemoryPlan) -> bool {
+        self.host_bytes.is_none_or(|free| plan.host <= free)
     }
 
     /// Returns the largest cache that fits, if it has room for one completion.
@@ -174,7 +184,7 @@ impl MemoryFit<'_> {
         let fitting = largest(one.div_ceil(1 << 20).max(1), most, |mib| {
             let mut changed = config.clone();
             changed.sampling.max_cache_mib = Some(mib);
-            Ok((self.plan)(&changed)?.peak() <= self.bytes)
+            Ok(self.holds(&(self.plan)(&changed)?))
         });
         fitting.ok().flatten()
     }

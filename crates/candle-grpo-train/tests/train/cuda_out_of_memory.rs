@@ -118,10 +118,14 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
 }
 
 /// After the error, the step can be repeated, unless it had changed weights. Then the trainer
-/// refuses to go on. With an optimizer in main memory, the inputs of layers are there as well.
+/// refuses to go on.
 #[rstest]
+#[case::on_the_device(StateMemory::Device, false)]
+#[case::optimizer_in_main_memory(StateMemory::Host, false)]
+#[case::inputs_in_main_memory(StateMemory::Device, true)]
 fn a_step_that_runs_out_of_memory_can_be_repeated_or_ends_the_run(
-    #[values(StateMemory::Device, StateMemory::Host)] memory: StateMemory,
+    #[case] memory: StateMemory,
+    #[case] offloading: bool,
 ) -> Result<()> {
     let Some(_) = allocations() else {
         return Ok(());
@@ -133,8 +137,8 @@ fn a_step_that_runs_out_of_memory_can_be_repeated_or_ends_the_run(
             ..common::config()
         };
         config.optimizer.memory = memory;
-        config.activation_offloading = memory == StateMemory::Host;
-        config.activation_checkpointing = config.activation_offloading.into();
+        config.activation_offloading = offloading;
+        config.activation_checkpointing = offloading.into();
         common::trainer(digest, config)
     };
     let bits = |trainer: &Trainer| -> Result<BTreeMap<String, Vec<f32>>> {

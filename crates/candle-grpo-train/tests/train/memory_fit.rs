@@ -297,6 +297,87 @@ fn an_optimizer_moves_to_host_memory_if_that_has_room(
     }
 }
 
+/// Each token takes a KiB of main memory beside a GPU.
+#[test]
+fn main_memory_bounds_the_tokens_of_a_pass() {
+    let model = model();
+    let plan = |config: &TrainConfig| {
+        let tokens = config
+            .micro_batch_tokens
+            .as_ref()
+            .map(|tokens| json!(tokens));
+        let host = tokens.and_then(|tokens| tokens.as_u64()).unwrap_or(0) as usize * 1024;
+        Ok(MemoryPlan {
+            host,
+            ..plan(config)?
+        })
+    };
+    for (kib, expected) in [
+        (usize::MAX >> 10, Some(1728)),
+        (703, Some(640)),
+        (200, None),
+    ] {
+        let fit = MemoryFit {
+            bytes: usize::MAX,
+            host_bytes: Some(kib << 10),
+            model: &model,
+            prompt_tokens: PROMPT,
+            plan: &plan,
+        };
+        assert_eq!(fit.micro_batch_tokens(&auto()).unwrap(), expected);
+    }
+}
+
+/// If one change is not enough, the inputs of layers move to main memory, and then the optimizer,
+/// as far as there is room.
+#[rstest]
+#[case::both(true, true)]
+#[case::inputs(true, false)]
+#[case::optimizer(false, true)]
+fn what_moves_to_main_memory_has_room_there(#[case] inputs: bool, #[case] optimizer: bool) {
+    let model = large();
+    let moved: usize = 1 << 26;
+    let plan = |config: &TrainConfig| {
+        let mut plan = MemoryPlan::new(&model, config, PROMPT, 0)?;
+        (plan.packed, plan.sampling) = (0, 0);
+        if config.activation_offloading {
+            plan.training = plan.training.saturating_sub(moved);
+            plan.host += moved;
+        }
+        if config.optimizer.memory == StateMemory::Host {
+            plan.host += std::mem::take(&mut plan.optimizer);
+        }
+        Ok(plan)
+    };
+    let run = TrainConfig {
+        prompts_per_step: 16,
+        mini_batch_size: None,
+        ..config()
+    };
+    let mut changed = TrainConfig {
+        activation_checkpointing: true.into(),
+        activation_offloading: inputs,
+        micro_batch_tokens: Some(320.into()),
+        ..run.clone()
+    };
+    if optimizer {
+        changed.optimizer.memory = StateMemory::Host;
+    }
+    let needed = plan(&changed).unwrap();
+    let fit = MemoryFit {
+        bytes: needed.peak(),
+        host_bytes: Some(needed.host),
+        model: &model,
+        prompt_tokens: PROMPT,
+        plan: &plan,
+    };
+    let change = fit.smallest_change(&run).unwrap();
+    let has = |text: &str| change.iter().any(|each| each == text);
+    assert_eq!(has("activation_offloading: true"), inputs, "{change:?}");
+    assert_eq!(has("optimizer.memory: host"), optimizer, "{change:?}");
+    assert!(!has("optimizer.state: 8bit"), "{change:?}");
+}
+
 /// On a GPU with main memory for the inputs of layers, or too little. The plan is that of a GPU on
 /// any device.
 #[rstest]

@@ -112,7 +112,11 @@ impl<'a> RunMemory<'a> {
             }
             self.plan(&train).map(Some)
         })?;
-        Ok(RankPlans { plans, budget })
+        Ok(RankPlans {
+            plans,
+            budget,
+            host_bytes: self.host_bytes,
+        })
     }
 
     /// Chooses the number of tokens in a micro-batch for `micro_batch_tokens: auto`.
@@ -135,7 +139,7 @@ impl<'a> RunMemory<'a> {
         let mut smallest = self.run.train.clone();
         smallest.micro_batch_tokens = Some(1.into());
         if let Some(more) = self.more_than_host(&self.plan(&smallest)?) {
-            bail!("micro_batch_tokens: auto, but the optimizer takes {more}; {changes}")
+            bail!("micro_batch_tokens: auto, but the run takes {more}; {changes}")
         }
         bail!(
             "micro_batch_tokens: auto, but the longest sequence does not fit into {budget}; {changes}"
@@ -225,7 +229,13 @@ pub fn sft_memory_plans(
     })?;
     // The run does not need to know the free memory.
     let budget = MemoryBudget::of(None, process.ranks).ok().flatten();
-    Ok((plan(&run.sft)?, RankPlans { plans, budget }))
+    let host_bytes = MemoryBudget::of_host(process.ranks);
+    let plans = RankPlans {
+        plans,
+        budget,
+        host_bytes,
+    };
+    Ok((plan(&run.sft)?, plans))
 }
 
 /// The plans of what the ranks of a job can divide.
@@ -236,6 +246,8 @@ pub struct RankPlans {
     pub plans: Vec<(Sharding, MemoryPlan)>,
     /// The memory of each rank, if it is known.
     budget: Option<MemoryBudget>,
+    /// The bytes of main memory that each rank may take beside a GPU.
+    host_bytes: Option<usize>,
 }
 
 impl RankPlans {
@@ -244,9 +256,12 @@ impl RankPlans {
     /// `None` for one rank, or if the memory is unknown.
     pub fn advice(&self) -> Option<String> {
         let budget = self.budget.filter(|_| !self.plans.is_empty())?;
+        let has_room = |plan: &MemoryPlan| {
+            let has_main_memory = self.host_bytes.is_none_or(|free| plan.host <= free);
+            has_main_memory && plan.peak() <= budget.bytes
+        };
         let mut plans = self.plans.iter();
-        let fits = plans
-            .find(|(sharding, plan)| *sharding != Sharding::None && plan.peak() <= budget.bytes);
+        let fits = plans.find(|(sharding, plan)| *sharding != Sharding::None && has_room(plan));
         Some(match fits {
             Some((sharding, _)) => format!("sharding: {} fits into {budget}", Name(sharding)),
             None => format!("no sharding fits into {budget}"),
@@ -450,6 +465,7 @@ mod tests {
             (sharding, MemoryPlan { weights, ..plan })
         };
         let mut plans = RankPlans {
+            host_bytes: None,
             plans: vec![
                 plan(Sharding::None, 30),
                 plan(Sharding::Optimizer, 20),

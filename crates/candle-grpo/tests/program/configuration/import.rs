@@ -435,7 +435,7 @@ fn the_sizes_of_verl_keep_their_meaning() {
     assert_eq!(sizes.all_updates, Some(60.));
 }
 
-/// verl checkpoints unless a file says otherwise.
+/// verl checkpoints by default, which matters here where it offloads.
 #[test]
 fn the_activations_of_verl_are_checkpointed_to_be_offloaded() {
     let train = |model: &str| {
