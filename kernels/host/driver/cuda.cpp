@@ -9,12 +9,16 @@
 // CUDA_FORCE_PTX_JIT=1  Modules have the kernels of their PTX, which are those for 8.0.
 // CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
 // CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
+// CUDA_ON_HOST_MAPS=0   The GPU has no virtual memory management.
 //
 // Memory starts as 0xff in each byte, which is NaN in every float type. An inaccessible page
 // follows each allocation. Freed memory stays inaccessible for some time.
 //
 // An allocation of cuMemAlloc can be opened by other processes. Its pages then become those of a
 // file without a name, which they map. Only one that no process has open can be freed.
+//
+// Memory of cuMemCreate is mapped to a reserved range from the start of the range, without gaps. What is mapped and accessible counts as
+// one allocation. It can be unmapped from its end, once the host has waited for all work that uses it. CUDA allows more.
 //
 // Work that uses an allocation must be ordered after the last write of it, and a write after the
 // last reads too: by its stream, an event, or a wait of the host. Other work is an error, in every
@@ -85,7 +89,15 @@ bool is_hopper() {
 }
 
 // CUdevice_attribute
-enum { MAX_THREADS = 1, WARP_SIZE = 10, MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, MEMORY_POOLS = 115 };
+enum {
+    MAX_THREADS = 1,
+    WARP_SIZE = 10,
+    MULTIPROCESSORS = 16,
+    MAJOR = 75,
+    MINOR = 76,
+    VIRTUAL_MEMORY_MANAGEMENT = 102,
+    MEMORY_POOLS = 115
+};
 
 // Of each GPU.
 constexpr size_t total_memory = (size_t)8 << 30;
@@ -159,8 +171,25 @@ struct Allocation {
     bool is_pooled = false;  // of cuMemAllocAsync
     int file = -1;           // with its pages, once other processes can open it
     bool is_opened = false;  // of another process, which has the file
+    bool is_mapped = false;  // to a reserved range
     Place written = {0, 0, nullptr};
     std::vector<Place> reads = {};  // the last one of each stream since the write
+};
+// Memory of cuMemCreate, until it is neither mapped nor held by its handle.
+struct Physical {
+    size_t bytes;
+    int device;
+    bool is_held = true, is_mapped = false;
+};
+struct Mapping {
+    size_t bytes;
+    uint64_t handle;
+    bool is_accessible;
+};
+// Reserved addresses, and what is mapped to them from the start.
+struct Range {
+    size_t bytes, mapped = 0;
+    std::vector<Mapping> mappings = {};
 };
 // A GPU is its own context and its own pool of memory.
 struct Device {
@@ -171,6 +200,9 @@ struct Device {
 
 std::recursive_mutex lock;
 std::map<CUdeviceptr, Allocation> memory;
+std::map<uint64_t, Physical> physical;
+uint64_t handles;
+std::map<CUdeviceptr, Range> ranges;
 std::deque<std::pair<void*, size_t>> freed;
 // Those of few pages, by their number.
 std::deque<void*> freed_of[few_pages + 1];
@@ -191,6 +223,10 @@ CUresult broken = SUCCESS;
 unsigned variable(const char* name) {
     const char* text = getenv(name);
     return text == nullptr ? 0 : (unsigned)atoi(text);
+}
+bool maps() {
+    static const bool maps = getenv("CUDA_ON_HOST_MAPS") == nullptr || variable("CUDA_ON_HOST_MAPS") != 0;
+    return maps;
 }
 bool is_lazy() {
     static const bool lazy = variable("CUDA_ON_HOST_LAZY") == 1;
@@ -347,10 +383,18 @@ bool allocation_fails() {
     return cuda_host::fails("allocation");
 }
 
+// Counts an allocation of a GPU's memory, and returns whether there is enough.
+bool take_memory(int device, size_t bytes) {
+    Device& of = devices[device];
+    if (allocation_fails() || of.used_bytes + bytes > total_memory) return false;
+    of.used_bytes += bytes;
+    of.peak_bytes = std::max(of.peak_bytes, of.used_bytes);
+    return true;
+}
+
 CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
-    if (allocation_fails()) return OUT_OF_MEMORY;
-    if (devices[device].used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
+    if (!take_memory(device, bytes)) return OUT_OF_MEMORY;
     const size_t count = pages(rounded(bytes));
     void* start;
     if (count <= few_pages && freed_of[count].size() >= graveyard_of_size) {
@@ -364,15 +408,13 @@ CUresult allocate(CUdeviceptr* pointer, size_t bytes, int device) {
     memset(start, 0xff, rounded(bytes));
     *pointer = (CUdeviceptr)start;
     memory[*pointer] = {bytes, device};
-    devices[device].used_bytes += bytes;
-    devices[device].peak_bytes = std::max(devices[device].peak_bytes, devices[device].used_bytes);
     return SUCCESS;
 }
 
 // Marks an allocation as freed. Later calls refuse it.
 CUresult mark_freed(CUdeviceptr pointer) {
     auto found = memory.find(pointer);
-    if (found == memory.end() || found->second.is_freed)
+    if (found == memory.end() || found->second.is_freed || found->second.is_mapped)
         return refuse(INVALID_VALUE, "free of %p, which is not an allocation", (void*)pointer);
     found->second.is_freed = true;
     return SUCCESS;
@@ -383,6 +425,14 @@ void map_again(void* start, size_t bytes, int access, int flags, int file) {
     if (mmap(start, bytes, access, flags | MAP_FIXED, file, 0) != MAP_FAILED) return;
     perror("cuda_host: the pages of an allocation");
     abort();
+}
+
+// Keeps inaccessible memory for some time.
+void bury(void* start, size_t bytes) {
+    freed.push_back({start, bytes});
+    if (freed.size() <= graveyard) return;
+    munmap(freed.front().first, freed.front().second);
+    freed.pop_front();
 }
 
 void release(CUdeviceptr pointer) {
@@ -401,11 +451,44 @@ void release(CUdeviceptr pointer) {
         return;
     }
     madvise(start, whole, MADV_DONTNEED);
-    freed.push_back({start, whole + page});
-    if (freed.size() > graveyard) {
-        munmap(freed.front().first, freed.front().second);
-        freed.pop_front();
+    bury(start, whole + page);
+}
+
+// Frees memory that is neither mapped nor held by its handle.
+void release_physical(uint64_t handle) {
+    const auto found = physical.find(handle);
+    if (found->second.is_held || found->second.is_mapped) return;
+    devices[found->second.device].used_bytes -= found->second.bytes;
+    physical.erase(found);
+}
+
+// Returns the range that has this address, or the end of `ranges`.
+std::map<CUdeviceptr, Range>::iterator range_of(CUdeviceptr address) {
+    const auto next = ranges.upper_bound(address);
+    if (next == ranges.begin()) return ranges.end();
+    const auto found = std::prev(next);
+    return address < found->first + found->second.bytes ? found : ranges.end();
+}
+
+// Makes what is mapped to a range and accessible one allocation.
+void set_allocation(CUdeviceptr start, const Range& range) {
+    size_t bytes = 0;
+    for (const Mapping& mapping : range.mappings) {
+        if (!mapping.is_accessible) break;
+        bytes += mapping.bytes;
     }
+    if (bytes == 0) {
+        memory.erase(start);
+        return;
+    }
+    const auto there = memory.find(start);
+    if (there != memory.end()) {
+        there->second.bytes = bytes;
+        return;
+    }
+    Allocation allocation = {bytes, physical.at(range.mappings.front().handle).device};
+    allocation.is_mapped = true;
+    memory[start] = allocation;
 }
 
 // The memory of a graph exists as long as the graph.
@@ -427,6 +510,24 @@ uint64_t inode_of(int file) {
     struct stat found;
     return fstat(file, &found) == 0 ? (uint64_t)found.st_ino : 0;
 }
+
+// CUmemLocation, CUmemAllocationProp and CUmemAccessDesc.
+struct Location {
+    int type, id;
+};
+struct Properties {
+    int type, handle_types;
+    Location location;
+    void* meta_data;
+    unsigned char flags[8];
+};
+struct AccessOf {
+    Location location;
+    int flags;
+};
+
+// Returns whether a location is a GPU: CU_MEM_LOCATION_TYPE_DEVICE is 1.
+bool is_device(const Location& location) { return location.type == 1 && location.id >= 0 && location.id < device_count(); }
 
 bool is_pinned(const void* address) {
     const auto next = pinned.upper_bound((const char*)address);
@@ -530,7 +631,7 @@ uint64_t cuda_host_calls(const char* name) {
 }
 
 // Makes `count` calls of `name` by this thread fail, after `before` others. Returns how many of them have failed since
-// the last call. The name is "allocation", "nccl", or a function of events.
+// the last call. The name is "allocation", "nccl", "cuMemMap", "cuMemSetAccess", or a function of events.
 uint64_t cuda_host_fail_calls(const char* name, uint64_t before, uint64_t count) {
     return std::exchange(failing[name], {before, count, 0}).failed;
 }
@@ -559,6 +660,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
     case MULTIPROCESSORS: *value = 132; break;
     case MAJOR: *value = is_hopper() ? 9 : 8; break;
     case MINOR: *value = 0; break;
+    case VIRTUAL_MEMORY_MANAGEMENT: *value = maps(); break;
     case MEMORY_POOLS: *value = 1; break;
     default: *value = 0;
     }
@@ -727,7 +829,7 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
 CUresult cuIpcGetMemHandle(IpcHandle* handle, CUdeviceptr pointer) {
     CALL_IN_CONTEXT;
     const auto found = allocation_of(pointer);
-    if (found == memory.end() || found->second.is_freed || found->second.is_opened)
+    if (found == memory.end() || found->second.is_freed || found->second.is_opened || found->second.is_mapped)
         return refuse(INVALID_VALUE, "a handle of %p, which is not an allocation of this process", (void*)pointer);
     Allocation& allocation = found->second;
     if (allocation.is_pooled) return refuse(INVALID_VALUE, "a handle of %p, which is memory of a pool", (void*)pointer);
@@ -801,6 +903,121 @@ CUresult cuMemFreeAsync(CUdeviceptr pointer, void* handle) {
     if (CUresult result = mark_freed(pointer)) return result;
     const size_t bytes = memory[pointer].bytes;
     return add(stream, {__func__, {{pointer, true}}, false, [pointer, bytes] { memset((void*)pointer, 0xff, bytes); }});
+}
+// Refuses a call that the GPU does not support.
+#define CALL_OF_MAPS \
+    CALL_IN_CONTEXT; \
+    if (!maps()) return refuse(NOT_SUPPORTED, "%s on a GPU without virtual memory management", __func__)
+
+// That of NVIDIA's GPUs is 2 MiB. A small one lets small tensors grow.
+CUresult cuMemGetAllocationGranularity(size_t* granularity, const Properties* of, int) {
+    CALL_OF_MAPS;
+    if (of->type != 1 || !is_device(of->location)) return refuse(INVALID_VALUE, "the granularity of memory that is not of a GPU");
+    *granularity = page;
+    return SUCCESS;
+}
+// An inaccessible page follows the range.
+CUresult cuMemAddressReserve(CUdeviceptr* start, size_t bytes, size_t alignment, CUdeviceptr address, unsigned long long flags) {
+    CALL_OF_MAPS;
+    if (bytes == 0 || bytes % page != 0 || alignment > page || address != 0 || flags != 0)
+        return refuse(INVALID_VALUE, "a range of %zu bytes, must be a multiple of %zu, without alignment, address and flags", bytes, page);
+    void* range = mmap(nullptr, bytes + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (range == MAP_FAILED) return OUT_OF_MEMORY;
+    *start = (CUdeviceptr)range;
+    ranges[*start] = {bytes};
+    return SUCCESS;
+}
+CUresult cuMemAddressFree(CUdeviceptr start, size_t bytes) {
+    CALL_OF_MAPS;
+    const auto found = ranges.find(start);
+    if (found == ranges.end() || found->second.bytes != bytes)
+        return refuse(INVALID_VALUE, "free of %zu bytes at %p, which are not a range", bytes, (void*)start);
+    if (found->second.mapped > 0) return refuse(INVALID_VALUE, "free of the range at %p, in which memory is mapped", (void*)start);
+    ranges.erase(found);
+    bury((void*)start, bytes + page);
+    return SUCCESS;
+}
+// CU_MEM_ALLOCATION_TYPE_PINNED is 1.
+CUresult cuMemCreate(uint64_t* handle, size_t bytes, const Properties* of, unsigned long long flags) {
+    CALL_OF_MAPS;
+    if (bytes == 0 || bytes % page != 0 || of->type != 1 || of->handle_types != 0 || !is_device(of->location) || flags != 0)
+        return refuse(INVALID_VALUE, "memory of %zu bytes, must be a multiple of %zu, of a GPU", bytes, page);
+    if (!take_memory(of->location.id, bytes)) return OUT_OF_MEMORY;
+    *handle = ++handles;
+    physical[*handle] = {bytes, of->location.id};
+    return SUCCESS;
+}
+CUresult cuMemRelease(uint64_t handle) {
+    CALL_OF_MAPS;
+    const auto found = physical.find(handle);
+    if (found == physical.end() || !found->second.is_held)
+        return refuse(INVALID_VALUE, "release of %llu, which is not a handle", (unsigned long long)handle);
+    found->second.is_held = false;
+    release_physical(handle);
+    return SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+    CALL_OF_MAPS;
+    if (cuda_host::fails(__func__)) return INVALID_VALUE;
+    const auto found = range_of(at);
+    const auto of = physical.find(handle);
+    if (of == physical.end() || !of->second.is_held || of->second.is_mapped || of->second.bytes != bytes || offset != 0 || flags != 0)
+        return refuse(INVALID_VALUE, "a mapping of %zu bytes, must be all of a handle that is not mapped", bytes);
+    if (found == ranges.end() || at != found->first + found->second.mapped || found->second.mapped + bytes > found->second.bytes)
+        return refuse(INVALID_VALUE, "a mapping of %zu bytes at %p, must follow the others in a range", bytes, (void*)at);
+    Range& range = found->second;
+    range.mappings.push_back({bytes, handle, false});
+    range.mapped += bytes;
+    of->second.is_mapped = true;
+    return SUCCESS;
+}
+// CU_MEM_ACCESS_FLAGS_PROT_READWRITE is 3.
+CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const AccessOf* access, size_t count) {
+    CALL_OF_MAPS;
+    if (cuda_host::fails(__func__)) return INVALID_VALUE;
+    const auto found = range_of(at);
+    if (found != ranges.end() && count == 1 && access->flags == 3) {
+        CUdeviceptr start = found->first;
+        for (Mapping& mapping : found->second.mappings) {
+            const Physical& of = physical.at(mapping.handle);
+            if (start == at && mapping.bytes == bytes && access->location.type == 1 && access->location.id == of.device) {
+                protect((void*)at, bytes, PROT_READ | PROT_WRITE);
+                if (!mapping.is_accessible) memset((void*)at, 0xff, bytes);
+                mapping.is_accessible = true;
+                set_allocation(found->first, found->second);
+                return SUCCESS;
+            }
+            start += mapping.bytes;
+        }
+    }
+    return refuse(INVALID_VALUE, "access to %zu bytes at %p, must be a mapping, for its GPU to read and write", bytes, (void*)at);
+}
+// The driver does not wait for work.
+CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+    CALL_OF_MAPS;
+    const auto found = range_of(at);
+    if (found == ranges.end() || found->second.mappings.empty() || found->second.mappings.back().bytes != bytes ||
+        at != found->first + found->second.mapped - bytes)
+        return refuse(INVALID_VALUE, "unmap of %zu bytes at %p, which are not the last mapping of a range", bytes, (void*)at);
+    const auto of = memory.find(found->first);
+    if (of != memory.end()) {
+        std::vector<Place> uses = of->second.reads;
+        uses.push_back(of->second.written);
+        for (const Place& use : uses) {
+            if (use.name == nullptr || waited.has(use.stream, use.at) || waited_by_thread.has(use.stream, use.at)) continue;
+            return broken = refuse(ILLEGAL_ADDRESS, "unmap of %p, which %s on stream %zu uses: the host has not waited for it", (void*)at,
+                                   use.name, use.stream);
+        }
+    }
+    Range& range = found->second;
+    const uint64_t handle = range.mappings.back().handle;
+    range.mappings.pop_back();
+    range.mapped -= bytes;
+    map_again((void*)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+    set_allocation(found->first, range);
+    physical.at(handle).is_mapped = false;
+    release_physical(handle);
+    return SUCCESS;
 }
 CUresult cuDeviceGetDefaultMemPool(void** pool, int device) {
     if (device < 0 || device >= device_count()) return INVALID_DEVICE;

@@ -15,10 +15,14 @@ pub struct CudaCalls {
     pub copies_to_device: u64,
     /// Copies from the device to the host, each of which waits for the device.
     pub copies_to_host: u64,
-    /// Allocations.
+    /// Copies within the device, except those by kernels.
+    pub copies_on_device: u64,
+    /// Allocations, also of memory that is mapped to addresses.
     pub allocations: u64,
     /// Memory sets.
     pub memsets: u64,
+    /// Recordings that can run (CUDA graphs).
+    pub recordings: u64,
     /// Operations on events.
     pub events: u64,
     /// Waits of the host for a stream, an event or the device, apart from
@@ -40,8 +44,10 @@ impl std::ops::Sub for CudaCalls {
             products: self.products - other.products,
             copies_to_device: self.copies_to_device - other.copies_to_device,
             copies_to_host: self.copies_to_host - other.copies_to_host,
+            copies_on_device: self.copies_on_device - other.copies_on_device,
             allocations: self.allocations - other.allocations,
             memsets: self.memsets - other.memsets,
+            recordings: self.recordings - other.recordings,
             events: self.events - other.events,
             waits: self.waits - other.waits,
             operations: self.operations - other.operations,
@@ -58,8 +64,10 @@ impl CudaCalls {
             products: count(c"product")?,
             copies_to_device: count(c"cuMemcpyHtoDAsync_v2")?,
             copies_to_host: count(c"cuMemcpyDtoHAsync_v2")?,
+            copies_on_device: count(c"cuMemcpyDtoDAsync_v2")?,
             allocations: count(c"allocation")?,
             memsets: count(c"cuMemsetD8Async")?,
+            recordings: count(c"cuGraphInstantiateWithFlags")?,
             events: count(c"cuEventCreate")?
                 + count(c"cuEventRecord")?
                 + count(c"cuEventDestroy_v2")?
@@ -90,8 +98,9 @@ pub fn with_failing_allocations<T>(
 }
 
 /// Runs `run` while `count` of this thread's calls of `name` fail, after `before` others:
-/// allocations (`allocation`), operations of NCCL (`nccl`), or a function of events, such as
-/// `cuEventRecord`. Also returns how many have failed. `None` without the emulation.
+/// allocations (`allocation`), operations of NCCL (`nccl`), a function of events, such as
+/// `cuEventRecord`, `cuMemMap` or `cuMemSetAccess`. Also returns how many have failed. `None`
+/// without the emulation.
 #[allow(unsafe_code)]
 pub fn with_failing_calls<T>(
     name: &CStr,

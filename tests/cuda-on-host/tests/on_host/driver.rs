@@ -35,6 +35,30 @@ unsafe extern "C" {
     fn cuIpcGetMemHandle(handle: *mut MemoryHandle, pointer: u64) -> c_int;
     fn cuIpcOpenMemHandle_v2(pointer: *mut u64, handle: MemoryHandle, flags: c_uint) -> c_int;
     fn cuIpcCloseMemHandle(pointer: u64) -> c_int;
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int;
+    fn cuMemGetAllocationGranularity(
+        granularity: *mut usize,
+        properties: *const Properties,
+        option: c_int,
+    ) -> c_int;
+    fn cuMemAddressReserve(
+        start: *mut u64,
+        bytes: usize,
+        alignment: usize,
+        address: u64,
+        flags: u64,
+    ) -> c_int;
+    fn cuMemAddressFree(start: u64, bytes: usize) -> c_int;
+    fn cuMemCreate(
+        handle: *mut u64,
+        bytes: usize,
+        properties: *const Properties,
+        flags: u64,
+    ) -> c_int;
+    fn cuMemRelease(handle: u64) -> c_int;
+    fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> c_int;
+    fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) -> c_int;
+    fn cuMemUnmap(at: u64, bytes: usize) -> c_int;
     fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int;
@@ -85,6 +109,26 @@ unsafe extern "C" {
 #[derive(Clone, Copy)]
 struct MemoryHandle([u8; 64]);
 
+/// `CUmemLocation`: the type, which is 1 for a GPU, and its number.
+type Location = [c_int; 2];
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+struct Properties {
+    kind: c_int,
+    handle_types: c_int,
+    location: Location,
+    meta_data: *const c_void,
+    flags: [u8; 8],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+struct Access {
+    location: Location,
+    flags: c_int,
+}
+
 const INVALID_VALUE: c_int = 1;
 const INVALID_DEVICE: c_int = 101;
 const INVALID_IMAGE: c_int = 200;
@@ -94,6 +138,12 @@ const NOT_FOUND: c_int = 500;
 const ILLEGAL_ADDRESS: c_int = 700;
 const ASSERT: c_int = 710;
 const LAUNCH_FAILED: c_int = 719;
+const NOT_SUPPORTED: c_int = 801;
+
+/// Memory is mapped in multiples of this number of bytes.
+const GRANULARITY: usize = 4096;
+/// Bytes of a range.
+const RANGE: usize = 8 * GRANULARITY;
 
 fn use_context() {
     use_device(0);
@@ -369,6 +419,228 @@ fn wrong_sizes_and_pointers_of_memory_are_refused() {
     }
 }
 
+fn properties() -> Properties {
+    Properties {
+        kind: 1,
+        handle_types: 0,
+        location: [1, 0],
+        meta_data: null_mut(),
+        flags: [0; 8],
+    }
+}
+
+fn reserve() -> u64 {
+    let mut start = 0;
+    // SAFETY: the pointer receives the address.
+    let result = unsafe { cuMemAddressReserve(&mut start, RANGE, 0, 0, 0) };
+    assert_eq!(result, 0);
+    start
+}
+
+fn create(bytes: usize) -> Result<u64, c_int> {
+    let mut handle = 0;
+    // SAFETY: the pointer receives the handle.
+    match unsafe { cuMemCreate(&mut handle, bytes, &properties(), 0) } {
+        0 => Ok(handle),
+        error => Err(error),
+    }
+}
+
+fn set_access(at: u64, bytes: usize, location: Location) -> c_int {
+    let access = Access { location, flags: 3 };
+    // SAFETY: there is one description.
+    unsafe { cuMemSetAccess(at, bytes, &access, 1) }
+}
+
+/// Maps new memory, which its handle does not keep, to this address.
+fn map(at: u64, bytes: usize) {
+    let handle = create(bytes).unwrap();
+    // SAFETY: the driver checks the address and the handle.
+    unsafe {
+        assert_eq!(cuMemMap(at, bytes, 0, handle, 0), 0);
+        assert_eq!(cuMemRelease(handle), 0);
+    }
+    assert_eq!(set_access(at, bytes, [1, 0]), 0);
+}
+
+fn unmap(at: u64, bytes: usize) -> c_int {
+    // SAFETY: the driver checks the address.
+    unsafe { cuMemUnmap(at, bytes) }
+}
+
+fn free_memory() -> usize {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the pointers receive the numbers.
+    assert_eq!(unsafe { cuMemGetInfo_v2(&mut free, &mut total) }, 0);
+    free
+}
+
+#[test]
+fn mapped_memory_grows_in_its_range() {
+    // Other tests allocate memory, too.
+    let output = in_child("mapped_memory_grows_in_its_range", &[], || {
+        let mut granularity = 0;
+        // SAFETY: the pointer receives the number.
+        let result = unsafe { cuMemGetAllocationGranularity(&mut granularity, &properties(), 0) };
+        assert_eq!((result, granularity), (0, GRANULARITY));
+        let before = free_memory();
+        let start = reserve();
+        assert_eq!(free_memory(), before);
+        map(start, GRANULARITY);
+        assert_eq!(free_memory(), before - GRANULARITY);
+        assert!(
+            download(start, GRANULARITY / 4)
+                .unwrap()
+                .iter()
+                .all(|x| x.is_nan())
+        );
+        let numbers: Vec<f32> = (0..GRANULARITY / 4).map(|i| i as f32).collect();
+        let from = numbers.as_ptr().cast();
+        // SAFETY: both sides have this many bytes.
+        let result = unsafe { cuMemcpyHtoDAsync_v2(start, from, GRANULARITY, null_mut()) };
+        assert_eq!(result, 0);
+        map(start + GRANULARITY as u64, 2 * GRANULARITY);
+        assert_eq!(free_memory(), before - 3 * GRANULARITY);
+        // Both mappings are one memory, with the content from before.
+        let all = download(start, 3 * GRANULARITY / 4).unwrap();
+        assert_eq!(all[..numbers.len()], numbers);
+        assert!(all[numbers.len()..].iter().all(|x| x.is_nan()));
+        synchronize(null_mut());
+        assert_eq!(unmap(start + GRANULARITY as u64, 2 * GRANULARITY), 0);
+        assert_eq!(free_memory(), before - GRANULARITY);
+        assert_eq!(download(start, numbers.len()).unwrap(), numbers);
+        synchronize(null_mut());
+        assert_eq!(unmap(start, GRANULARITY), 0);
+        assert_eq!(free_memory(), before);
+        // The same addresses, with other memory.
+        map(start, GRANULARITY);
+        assert!(download(start, 4).unwrap().iter().all(|x| x.is_nan()));
+        synchronize(null_mut());
+        assert_eq!(unmap(start, GRANULARITY), 0);
+        // SAFETY: nothing is mapped to the range.
+        assert_eq!(unsafe { cuMemAddressFree(start, RANGE) }, 0);
+    });
+    succeeds(output);
+}
+
+#[test]
+fn wrong_mappings_are_refused() {
+    use_context();
+    assert_eq!(create(GRANULARITY + 1), Err(INVALID_VALUE));
+    let start = reserve();
+    let (second, end) = (start + GRANULARITY as u64, start + RANGE as u64);
+    let handle = create(GRANULARITY).unwrap();
+    let map = |at, bytes, handle| {
+        // SAFETY: the driver checks the address and the handle.
+        unsafe { cuMemMap(at, bytes, 0, handle, 0) }
+    };
+    let free = |bytes| {
+        // SAFETY: the driver checks the range.
+        unsafe { cuMemAddressFree(start, bytes) }
+    };
+    // Not there, a gap, another size, another handle.
+    for (at, bytes, handle) in [
+        (end, GRANULARITY, handle),
+        (second, GRANULARITY, handle),
+        (start, 2 * GRANULARITY, handle),
+        (start, GRANULARITY, handle + 1000),
+    ] {
+        assert_eq!(map(at, bytes, handle), INVALID_VALUE);
+    }
+    assert_eq!(unmap(start, GRANULARITY), INVALID_VALUE);
+    assert_eq!(map(start, GRANULARITY, handle), 0);
+    assert_eq!(map(second, GRANULARITY, handle), INVALID_VALUE);
+    for (at, location) in [(second, [1, 0]), (start, [1, 1]), (start, [2, 0])] {
+        assert_eq!(set_access(at, GRANULARITY, location), INVALID_VALUE);
+    }
+    assert_eq!(set_access(start, GRANULARITY, [1, 0]), 0);
+    // SAFETY: the driver checks the address and the handle.
+    unsafe {
+        assert_eq!(cuMemFree_v2(start), INVALID_VALUE);
+        assert_eq!(cuMemFreeAsync(start, null_mut()), INVALID_VALUE);
+        let mut handle = MemoryHandle([0; 64]);
+        assert_eq!(cuIpcGetMemHandle(&mut handle, start), INVALID_VALUE);
+    }
+    assert_eq!(unmap(start, 2 * GRANULARITY), INVALID_VALUE);
+    assert_eq!(free(RANGE), INVALID_VALUE);
+    assert_eq!(unmap(start, GRANULARITY), 0);
+    // SAFETY: the driver checks the handle.
+    let release = || unsafe { cuMemRelease(handle) };
+    assert_eq!((release(), release()), (0, INVALID_VALUE));
+    assert_eq!(free(RANGE - GRANULARITY), INVALID_VALUE);
+    assert_eq!((free(RANGE), free(RANGE)), (0, INVALID_VALUE));
+}
+
+#[test]
+fn a_copy_of_mapped_memory_needs_access_to_it() {
+    let output = in_child("a_copy_of_mapped_memory_needs_access_to_it", &[], || {
+        let start = reserve();
+        map(start, GRANULARITY);
+        let handle = create(GRANULARITY).unwrap();
+        // SAFETY: the driver checks the address and the handle.
+        let result = unsafe { cuMemMap(start + GRANULARITY as u64, GRANULARITY, 0, handle, 0) };
+        assert_eq!(result, 0);
+        assert!(download(start, GRANULARITY / 4).is_ok());
+        assert_eq!(download(start, GRANULARITY / 4 + 1), Err(ILLEGAL_ADDRESS));
+    });
+    succeeds(output);
+}
+
+#[test]
+fn a_kernel_that_uses_addresses_without_memory_ends_the_process() {
+    for unmaps in ["0", "1"] {
+        let variables = [("DRIVER_TEST_CASE", unmaps)];
+        let name = "a_kernel_that_uses_addresses_without_memory_ends_the_process";
+        let output = in_child(name, &variables, || {
+            let start = reserve();
+            let y = upload(&[0f32; 4]);
+            let mut x = start + GRANULARITY as u64;
+            map(start, GRANULARITY);
+            if std::env::var("DRIVER_TEST_CASE").unwrap() == "1" {
+                x = start;
+                assert_eq!(unmap(start, GRANULARITY), 0);
+            }
+            launch("copy", 1, 4, &mut [x, y, 4]);
+        });
+        dies(output, "cuda_host: copy: memory outside of every buffer");
+    }
+}
+
+#[test]
+fn unmap_does_not_wait_for_work() {
+    if let Ok(case) = std::env::var("DRIVER_TEST_CASE") {
+        use_context();
+        let (start, pair) = (reserve(), Pair::new());
+        map(start, GRANULARITY);
+        set(start, pair.producer);
+        synchronize(pair.producer);
+        if case == "reads" {
+            copy(start, pair.y, pair.consumer);
+        } else {
+            add_one(start, pair.producer);
+        }
+        assert_eq!(unmap(start, GRANULARITY), ILLEGAL_ADDRESS);
+        // SAFETY: the thread has a context.
+        assert_eq!(unsafe { cuCtxSynchronize() }, ILLEGAL_ADDRESS);
+        return;
+    }
+    for lazy in ["0", "1"] {
+        for case in ["reads", "writes"] {
+            let variables = [("DRIVER_TEST_CASE", case), ("CUDA_ON_HOST_LAZY", lazy)];
+            succeeds(in_child("unmap_does_not_wait_for_work", &variables, || ()));
+        }
+    }
+}
+
+#[test]
+fn a_gpu_can_be_without_mappings() {
+    let variables = [("CUDA_ON_HOST_MAPS", "0")];
+    let output = in_child("a_gpu_can_be_without_mappings", &variables, || {
+        assert_eq!(create(GRANULARITY), Err(NOT_SUPPORTED));
+    });
+    succeeds(output);
+}
+
 fn open_memory(handle: MemoryHandle, flags: c_uint) -> Result<u64, c_int> {
     let mut pointer = 0;
     // SAFETY: the pointer receives the address, and the driver checks the handle.
@@ -623,7 +895,7 @@ fn product(a: u64, b: u64, c: u64, stream: Handle) -> c_int {
 /// error. The last call returns it, or a later one in the lazy mode.
 type Unordered = (&'static str, fn(&Pair), &'static str);
 
-const UNORDERED: [Unordered; 12] = [
+const UNORDERED: [Unordered; 13] = [
     (
         "a read after a write",
         |pair| {
@@ -691,6 +963,17 @@ const UNORDERED: [Unordered; 12] = [
             set(z, pair.consumer);
         },
         "cuMemAllocAsync on stream 2 writes it",
+    ),
+    (
+        "mapped memory",
+        |pair| {
+            let start = reserve();
+            map(start, GRANULARITY);
+            map(start + GRANULARITY as u64, GRANULARITY);
+            set(start + GRANULARITY as u64, pair.producer);
+            set(start, pair.consumer);
+        },
+        "cuMemsetD8Async on stream 3 writes",
     ),
     (
         "a copy to the host",
