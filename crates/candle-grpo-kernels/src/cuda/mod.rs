@@ -6,6 +6,7 @@ pub(crate) mod element;
 pub(crate) mod elements;
 pub(crate) mod in_place;
 pub(crate) mod launch;
+pub(crate) mod mapped;
 pub(crate) mod matmul;
 pub(crate) mod output;
 pub(crate) mod recording;

@@ -1,12 +1,17 @@
 //! Tests `paged_attention` against `attention` in f64, and checks that rows are independent.
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use std::ffi::CStr;
+
+use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
     HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
-    Scores, attention, composed, paged_attention, rms_norm, rope,
+    Scores, attention, composed, cuda_memory, paged_attention, rms_norm, rope,
 };
-use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
+use candle_grpo_test_support::{
+    CudaCalls, assert_close, cases, device, devices, message, numbers, with_failing_calls,
+};
 use proptest::prelude::*;
+use rstest::rstest;
 
 use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
@@ -302,23 +307,196 @@ proptest! {
 
 #[test]
 fn growing_keeps_the_content_of_pages() -> Result<()> {
-    let x = noisy(&[1, 6], 1, DType::F32)?;
-    let mut pages = KeyValuePages::new(1, 2, 3, DType::F32, &Device::Cpu)?;
-    let slots = [PageSlot {
-        page: 0,
-        position: 0,
-    }];
+    for device in devices() {
+        let x = noisy(&[1, 6], 1, DType::F32)?.to_device(device)?;
+        let mut pages = KeyValuePages::new(1, 2, 3, DType::F32, device)?;
+        let slots = [PageSlot {
+            page: 0,
+            position: 0,
+        }];
+        let rows = [PagedRow {
+            spans: &[PageSpan { page: 0, len: 1 }],
+            visible: 1,
+        }];
+        let batch = PagedBatch::new(&slots, &rows, device)?;
+        pages.write(&x, &x, &batch)?;
+        pages.grow(5)?;
+        assert_eq!(pages.len(), 5);
+        let y = paged_attention(&x, &pages, &batch, 1.0)?;
+        assert_eq!(numbers(&y)?, numbers(&x)?);
+        let error = message(pages.grow(4));
+        assert!(error.contains("pages: 4, must be at least the current number, 5"));
+    }
+    Ok(())
+}
+
+/// Returns whether the emulated GPU counts calls, and can fail them.
+fn is_emulated() -> bool {
+    let is_emulated = CudaCalls::now().is_some();
+    if !is_emulated {
+        println!("skipped: no emulated GPU");
+    }
+    is_emulated
+}
+
+/// Pages of 3,072 bytes for keys and as many for values.
+fn small_pages(pages: usize, device: &Device) -> Result<KeyValuePages> {
+    KeyValuePages::new(pages, 2, 24, DType::F32, device)
+}
+
+/// Writes other numbers to each position of the pages from `first` on.
+fn fill(pages: &KeyValuePages, first: usize, device: &Device) -> Result<()> {
+    for page in first..pages.len() {
+        let slots: Vec<PageSlot> = (0..PAGE)
+            .map(|position| PageSlot { page, position })
+            .collect();
+        let x = noisy(&[PAGE, 48], page as u64, DType::F32)?.to_device(device)?;
+        pages.write(&x, &(&x * 2.)?, &PagedBatch::new(&slots, &[], device)?)?;
+    }
+    Ok(())
+}
+
+/// The result of attention to the pages from `first` on.
+fn attended(pages: &KeyValuePages, first: usize, device: &Device) -> Result<Vec<f64>> {
+    let spans: Vec<PageSpan> = (first..pages.len())
+        .map(|page| PageSpan { page, len: PAGE })
+        .collect();
     let rows = [PagedRow {
-        spans: &[PageSpan { page: 0, len: 1 }],
-        visible: 1,
+        spans: &spans,
+        visible: spans.len() * PAGE,
     }];
-    let batch = PagedBatch::new(&slots, &rows, &Device::Cpu)?;
-    pages.write(&x, &x, &batch)?;
-    pages.grow(5)?;
-    assert_eq!(pages.len(), 5);
-    let y = paged_attention(&x, &pages, &batch, 1.0)?;
-    assert_eq!(numbers(&y)?, numbers(&x)?);
-    assert!(message(pages.grow(4)).contains("pages: 4, must be at least the current number, 5"));
+    let query = noisy(&[1, 96], 7, DType::F32)?.to_device(device)?;
+    let batch = PagedBatch::new(&[], &rows, device)?;
+    numbers(&paged_attention(&query, pages, &batch, 0.5)?)
+}
+
+/// The calls of a growth to this number of pages.
+fn calls_of_growth(pages: &mut KeyValuePages, to: usize) -> Result<CudaCalls> {
+    let before = CudaCalls::now();
+    pages.grow(to)?;
+    let calls = CudaCalls::now()
+        .zip(before)
+        .map(|(now, before)| now - before);
+    calls.ok_or_else(|| Error::msg("no emulated GPU"))
+}
+
+#[test]
+fn pages_on_cuda_grow_in_place() -> Result<()> {
+    let device = device();
+    if !is_emulated() {
+        return Ok(());
+    }
+    let mut pages = small_pages(3, device)?;
+    if pages.pages_in_place().is_none() {
+        println!("skipped: the GPU cannot map memory");
+        return Ok(());
+    }
+    // The emulated GPU maps 4,096 bytes or more.
+    assert_eq!(pages.pages_in_place(), Some(4));
+    fill(&pages, 0, device)?;
+    // The memory of three pages has room for a fourth.
+    for (to, allocations) in [(4, 0), (50, 2)] {
+        let first = pages.len();
+        let calls = calls_of_growth(&mut pages, to)?;
+        assert_eq!((calls.allocations, calls.memsets), (allocations, 2));
+        assert_eq!((calls.launches, calls.copies_on_device), (0, 0));
+        assert_eq!((calls.copies_to_device, calls.copies_to_host), (0, 0));
+        assert_eq!(calls.waits, 0);
+        let zeros = attended(&pages, first, device)?;
+        assert!(zeros.iter().all(|x| *x == 0.), "{to}: {zeros:?}");
+        fill(&pages, first, device)?;
+    }
+    let (whole, on_cpu) = (small_pages(50, device)?, small_pages(50, &Device::Cpu)?);
+    fill(&whole, 0, device)?;
+    fill(&on_cpu, 0, &Device::Cpu)?;
+    let grown = attended(&pages, 0, device)?;
+    assert_eq!(grown, attended(&whole, 0, device)?);
+    let expected = attended(&on_cpu, 0, &Device::Cpu)?;
+    assert_close(&grown, &expected, 4. * rounding(DType::F32));
+    Ok(())
+}
+
+/// The driver calls that can fail: how many precede them, how many fail, and whether the growth
+/// fails too.
+#[rstest]
+#[case::memory_of_keys(c"allocation", 0, 2, true)]
+#[case::memory_of_values(c"allocation", 1, 2, true)]
+// The pool of the driver may have the memory.
+#[case::memory_in_the_pool(c"allocation", 1, 1, false)]
+#[case::map(c"cuMemMap", 1, 1, true)]
+#[case::access(c"cuMemSetAccess", 1, 1, true)]
+fn pages_that_cannot_grow_stay_valid(
+    #[case] name: &CStr,
+    #[case] before: u64,
+    #[case] count: u64,
+    #[case] fails: bool,
+) -> Result<()> {
+    let device = device();
+    if !is_emulated() {
+        return Ok(());
+    }
+    let mut pages = small_pages(6, device)?;
+    if pages.pages_in_place().is_none() {
+        println!("skipped: the GPU cannot map memory");
+        return Ok(());
+    }
+    fill(&pages, 0, device)?;
+    let content = attended(&pages, 0, device)?;
+    device.synchronize()?;
+    let free = cuda_memory(device)?.free;
+    let grown = with_failing_calls(name, before, count, || pages.grow(60));
+    let (grown, failed) = grown.ok_or_else(|| Error::msg("no emulated GPU"))?;
+    assert_eq!((failed, grown.is_err()), (count, fails), "{grown:?}");
+    if fails {
+        assert_eq!((pages.len(), cuda_memory(device)?.free), (6, free));
+        assert_eq!(attended(&pages, 0, device)?, content);
+        pages.grow(60)?;
+    }
+    assert_eq!(pages.len(), 60);
+    fill(&pages, 6, device)?;
+    let whole = small_pages(60, device)?;
+    fill(&whole, 0, device)?;
+    assert_eq!(attended(&pages, 0, device)?, attended(&whole, 0, device)?);
+    Ok(())
+}
+
+#[test]
+fn pages_in_place_return_their_memory() -> Result<()> {
+    let on_cpu = small_pages(3, &Device::Cpu)?.shrink(1);
+    assert!(message(on_cpu).contains("pages: do not grow in place, must do so to be removed"));
+    let device = device();
+    if !is_emulated() {
+        return Ok(());
+    }
+    let free = || {
+        device.synchronize()?;
+        Ok::<_, Error>(cuda_memory(device)?.free)
+    };
+    let before = free()?;
+    let mut pages = small_pages(4, device)?;
+    if pages.pages_in_place().is_none() {
+        println!("skipped: the GPU cannot map memory");
+        return Ok(());
+    }
+    fill(&pages, 0, device)?;
+    let content = attended(&pages, 0, device)?;
+    let with_four = free()?;
+    assert_eq!(before - with_four, 2 * 4 * 3072);
+    pages.grow(40)?;
+    fill(&pages, 4, device)?;
+    assert!(
+        message(pages.shrink(41)).contains("pages: 41, must be at most the current number, 40")
+    );
+    // The work on the pages may not have begun.
+    pages.shrink(4)?;
+    assert_eq!((pages.len(), free()?), (4, with_four));
+    assert_eq!(attended(&pages, 0, device)?, content);
+    pages.grow(40)?;
+    let zeros = attended(&pages, 4, device)?;
+    assert!(zeros.iter().all(|x| *x == 0.), "{zeros:?}");
+    fill(&pages, 4, device)?;
+    drop(pages);
+    assert_eq!(free()?, before);
     Ok(())
 }
 

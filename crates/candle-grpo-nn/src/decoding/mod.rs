@@ -8,7 +8,7 @@ mod recorded_steps;
 mod sequences;
 
 pub(crate) use packed_weights::PackedWeights;
-pub(crate) use paged_cache::pages_for;
 pub use paged_cache::{PagedCache, SequenceId};
+pub(crate) use paged_cache::{pages_for, pages_in_place};
 pub use sequences::{Decoding, SequenceStates};
 pub(crate) use sequences::{PagedDecoding, full_pass};

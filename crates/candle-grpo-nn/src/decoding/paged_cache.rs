@@ -25,12 +25,24 @@ pub(crate) fn pages_for(taken: usize) -> usize {
     }
 }
 
+/// Like [`pages_for`], for pages that grow in place, in multiples of `block`: up to a quarter more.
+pub(crate) fn pages_in_place(taken: usize, block: usize) -> usize {
+    let blocks = taken.div_ceil(block);
+    block * blocks.next_multiple_of((blocks.next_power_of_two() / 8).max(1))
+}
+
 /// Keys and values at past positions for many sequences, for
 /// [`Decoder::next_logits`](crate::Decoder::next_logits).
 ///
 /// They are stored in pages. A fork shares its origin's pages, so a group's prompt is computed and
-/// stored once. When a sequence is removed, its pages are reused. The page count doubles when all
-/// pages are in use, up to a limit ([`Self::limit_memory`]).
+/// stored once. When a sequence is removed, its pages are reused. When all pages are in use, more
+/// are allocated, up to a limit ([`Self::limit_memory`]).
+///
+/// On CUDA, pages in f32, bf16 and f16 grow in place, by up to a quarter. Their memory is mapped to
+/// addresses that are reserved for it, so growth copies nothing, and recorded steps stay valid. The
+/// keys and the values in each layer take a multiple of 2 MiB. Their memory returns to the device
+/// when the cache is dropped, after a wait for its work. On other devices, and on GPUs without
+/// virtual memory management, the page count doubles, and all pages are copied.
 ///
 /// Gated delta rule blocks have one fixed-size state per sequence. A fork copies it.
 #[derive(Debug)]
@@ -47,6 +59,9 @@ pub struct PagedCache {
     slots: usize,
     /// Unused slots.
     free_slots: Vec<usize>,
+    /// Number of pages by which memory grows, if pages grow in place. The page count is a
+    /// multiple.
+    block: Option<usize>,
     /// Bytes for a page and for a slot, over all layers.
     bytes: PagesAndSlots,
     /// Maximum number of bytes.
@@ -121,6 +136,11 @@ impl PagedCache {
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
+        // The same in all layers.
+        let block = layers.iter().find_map(|layer| match layer {
+            Layer::Pages(pages) => pages.pages_in_place(),
+            Layer::States(_) => None,
+        });
         Ok(Self {
             has_states: layers.iter().any(|layer| layer.states().is_some()),
             layers,
@@ -128,6 +148,7 @@ impl PagedCache {
             free: Vec::new(),
             slots: 0,
             free_slots: Vec::new(),
+            block,
             bytes,
             limit: None,
             sequences: BTreeMap::new(),
@@ -350,13 +371,14 @@ impl PagedCache {
     /// be added or forked, and a number of positions. Returns false if the limit leaves no room
     /// for all of them.
     ///
-    /// Without it, a full cache doubles, copies its pages and records its steps again.
+    /// Without it, a full cache grows within a step. Unless it grows in place, it then copies its
+    /// pages and records its steps again.
     ///
     /// # Errors
     ///
     /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
-    /// valid. Once the device has had too little for half of a growth, the cache does not grow any
-    /// more.
+    /// valid, and does not grow any more. One that does not grow in place already stops growing
+    /// when the device has too little for half of a growth.
     pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
         let mut more = PagesAndSlots::default();
         for &(id, new) in positions {
@@ -380,8 +402,9 @@ impl PagedCache {
     /// Makes this many pages and slots free. Returns false if the limit does not allow it.
     fn make_room(&mut self, more: PagesAndSlots) -> Result<bool> {
         let allocated = self.allocated();
+        let block = self.block.unwrap_or(1);
         let needed = PagesAndSlots {
-            pages: self.pages_in_use() + more.pages,
+            pages: (self.pages_in_use() + more.pages).next_multiple_of(block),
             slots: self.slots - self.free_slots.len() + more.slots,
         };
         let mut wanted = allocated;
@@ -389,7 +412,10 @@ impl PagedCache {
             wanted.slots = needed.slots.next_power_of_two().max(FIRST_SLOTS);
         }
         if needed.pages > allocated.pages {
-            wanted.pages = pages_for(needed.pages);
+            wanted.pages = match self.block {
+                Some(block) => pages_in_place(needed.pages, block),
+                None => pages_for(needed.pages),
+            };
         }
         let least = PagesAndSlots {
             pages: needed.pages.max(allocated.pages),
@@ -405,19 +431,22 @@ impl PagedCache {
             // Both take the same share of the rest.
             let share =
                 |least: usize| (least as u128 * limit as u128 / bytes.max(1) as u128) as usize;
-            wanted.pages = wanted.pages.min(share(least.pages));
+            wanted.pages = wanted.pages.min(share(least.pages) / block * block);
             wanted.slots = wanted.slots.min(share(least.slots));
         }
         let middle = PagesAndSlots {
-            pages: wanted.pages.midpoint(least.pages),
+            pages: wanted.pages.midpoint(least.pages) / block * block,
             slots: wanted.slots.midpoint(least.slots),
         };
         if self.grow(wanted).is_ok() || self.grow(middle).is_ok() {
             return Ok(true);
         }
-        // The next growth would be as small, and copies the whole cache again.
         let grown = self.grow(least);
-        self.limit = Some(self.bytes_of(self.allocated()));
+        // The next growth would be as small, and a copy of the whole cache again.
+        let copies = self.block.is_none() || self.has_states;
+        if copies || grown.is_err() {
+            self.limit = Some(self.bytes_of(self.allocated()));
+        }
         grown.map(|()| true)
     }
 
@@ -436,27 +465,39 @@ impl PagedCache {
     fn grow(&mut self, wanted: PagesAndSlots) -> Result<()> {
         // Must precede the pages that the recordings use.
         #[cfg(feature = "cuda")]
-        if wanted.pages > self.holders.len()
+        if self.block.is_none()
+            && wanted.pages > self.holders.len()
             && let Some(recorded) = &mut self.recorded
         {
             recorded.discard();
         }
-        for layer in &mut self.layers {
+        let grown = self.layers.iter_mut().try_for_each(|layer| {
             // Earlier layers may already have more if a later one ran out of memory.
             match layer {
-                Layer::Pages(pages) if pages.len() < wanted.pages => pages.grow(wanted.pages)?,
-                Layer::States(states) if states.len() < wanted.slots => {
-                    states.grow(wanted.slots)?;
-                }
-                Layer::Pages(_) | Layer::States(_) => {}
+                Layer::Pages(pages) if pages.len() < wanted.pages => pages.grow(wanted.pages),
+                Layer::States(states) if states.len() < wanted.slots => states.grow(wanted.slots),
+                Layer::Pages(_) | Layer::States(_) => Ok(()),
             }
+        });
+        if grown.is_err() && self.block.is_some() {
+            // Their memory may be enough for a smaller growth.
+            self.shrink(self.holders.len())?;
         }
+        grown?;
         // The lowest number is popped first.
         self.free.extend((self.holders.len()..wanted.pages).rev());
         self.holders.resize(wanted.pages, 0);
         self.free_slots.extend((self.slots..wanted.slots).rev());
         self.slots = wanted.slots;
         Ok(())
+    }
+
+    /// Returns the memory of pages that grow in place, from the page `pages` on.
+    fn shrink(&mut self, pages: usize) -> Result<()> {
+        self.layers.iter_mut().try_for_each(|layer| match layer {
+            Layer::Pages(own) if own.len() > pages => own.shrink(pages),
+            Layer::Pages(_) | Layer::States(_) => Ok(()),
+        })
     }
 
     fn take_page(&mut self) -> Result<usize> {
@@ -535,6 +576,28 @@ mod tests {
             cache.remove(fork).unwrap();
         }
         assert_eq!((cache.pages_in_use(), cache.sequences.len()), (0, 0));
+    }
+
+    #[test]
+    fn pages_in_place_have_little_room() {
+        for (taken, block, expected) in [
+            (1, 64, 64),
+            (64, 64, 64),
+            (65, 64, 128),
+            (8 * 64 + 1, 64, 10 * 64),
+            (500, 512, 512),
+            (33, 1, 40),
+        ] {
+            assert_eq!(pages_in_place(taken, block), expected, "{taken}");
+        }
+        for taken in 1..5000 {
+            let (one, eight) = (pages_in_place(taken, 1), pages_in_place(taken, 8));
+            assert!(one >= taken && 4 * (one - taken) < taken, "{taken}: {one}");
+            assert!(
+                eight >= taken && 4 * (eight - taken) < taken + 32,
+                "{taken}: {eight}"
+            );
+        }
     }
 
     #[test]

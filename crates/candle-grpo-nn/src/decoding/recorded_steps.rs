@@ -44,7 +44,8 @@ pub(super) struct NewTokens<'a> {
 }
 
 impl RecordedSteps {
-    /// Discards all recordings, because they use the cache's previous pages.
+    /// Discards all recordings, because they use the cache's previous pages. Those that grow in
+    /// place stay.
     pub(super) fn discard(&mut self) {
         for step in self.steps.values_mut() {
             *step = Step::Seen;
@@ -96,7 +97,7 @@ impl RecordedSteps {
         };
         step.inputs.set(tables)?;
         // SAFETY: the decoder, the inputs and the result are kept. The cache discards the steps
-        // when it replaces the pages.
+        // when it replaces the pages, and others stay where they are.
         #[allow(unsafe_code)]
         unsafe {
             step.recording.run()?;

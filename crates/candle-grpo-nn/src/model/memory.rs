@@ -6,9 +6,12 @@ use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack};
 use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
 };
-use crate::decoding::pages_for;
+use crate::decoding::{pages_for, pages_in_place};
 use crate::weights::base_weights::FrozenForm;
 use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig};
+
+/// Memory of a GPU is mapped in multiples of this number of bytes.
+const MAPPED_BYTES: usize = 2 << 20;
 
 /// Memory for a recorded pass, in bytes, without parameter gradients.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,16 +89,23 @@ impl DecoderConfig {
     }
 
     /// Bytes for a cache with `groups` prompts, `prompt` tokens each, and `group_size` completions
-    /// per prompt, `response` tokens each.
+    /// per prompt, `response` tokens each. With `on_cuda`, its pages grow in place.
     pub fn cache_bytes(
         &self,
         (groups, group_size): (usize, usize),
         (prompt, response): (usize, usize),
         dtype: DType,
+        on_cuda: bool,
     ) -> usize {
         // Each completion starts its own page.
         let pages = groups * (prompt.div_ceil(PAGE) + group_size * response.div_ceil(PAGE));
         let of_block = |block: BlockPlan| match &block.tokens.mixer {
+            TokenMixerPlan::Attention(plan) if on_cuda => {
+                // The keys or the values of a page fill the mapped memory in a whole block.
+                let zeros = (plan.page_bytes(dtype) / 2).trailing_zeros();
+                let block = MAPPED_BYTES >> zeros.min(MAPPED_BYTES.trailing_zeros());
+                pages_in_place(pages, block) * plan.page_bytes(dtype)
+            }
             TokenMixerPlan::Attention(plan) => pages_for(pages) * plan.page_bytes(dtype),
             TokenMixerPlan::GatedDelta(plan) => groups * (group_size + 1) * plan.state_bytes(),
         };

@@ -1,12 +1,13 @@
 //! Decoding with a paged cache: matches whole sequences, and is independent of other sequences.
 
 use candle_core::{DType, Result, Tensor};
+use candle_grpo_kernels::KeyValuePages;
 use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
 use proptest::prelude::*;
 use rstest::rstest;
 use rstest_reuse::apply;
 
-use candle_grpo_test_support::{cases, device, message};
+use candle_grpo_test_support::{CudaCalls, cases, device, message};
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
@@ -152,8 +153,8 @@ fn long(family: Family) -> DecoderConfig {
     }
 }
 
-/// Batches shrink and grow, sequences pass the end of an attention part, and pages move after steps
-/// were recorded. Together, these families use every part of a step.
+/// Batches shrink and grow, sequences pass the end of an attention part, and the cache grows after
+/// steps were recorded. Together, these families use every part of a step.
 #[rstest]
 fn recorded_steps_equal_others(
     #[values(
@@ -206,6 +207,54 @@ fn recorded_steps_equal_others(
         }
         let difference = max_difference(&results[0], &results[1])?;
         assert!(difference < 1e-5, "step {step}: {difference}");
+    }
+    Ok(())
+}
+
+/// Without virtual memory management, pages move, and steps are recorded again.
+#[test]
+fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
+    if CudaCalls::now().is_none() {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    }
+    let config = long(Family::Qwen3);
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let run = |grows: bool| -> Result<_> {
+        let mut cache = cache(&config, DType::F32)?;
+        let ids = [cache.add(), cache.add(), cache.add()];
+        let prompts = ids.map(|id| (id, &TOKENS[..]));
+        decoder.next_logits(&prompts, &mut cache)?;
+        let (mut all, mut before) = (Vec::new(), CudaCalls::now());
+        for step in 0..8 {
+            if step == 4 {
+                before = CudaCalls::now();
+                if grows {
+                    assert!(cache.reserve(&[(None, 10_000)])?);
+                }
+            }
+            let token = [step % 13];
+            let new = ids.map(|id| (id, &token[..]));
+            all.push(bits(&decoder.next_logits(&new, &mut cache)?)?);
+        }
+        let calls = CudaCalls::now()
+            .zip(before)
+            .map(|(now, before)| now - before);
+        Ok((all, calls.unwrap()))
+    };
+    let ((with, growing), (without, steady)) = (run(true)?, run(false)?);
+    assert_eq!(with, without);
+    let pages = KeyValuePages::new(1, 1, 8, DType::F32, device())?;
+    let moves = u64::from(pages.pages_in_place().is_none());
+    assert_eq!(
+        (growing.recordings, steady.recordings),
+        (moves, 0),
+        "{growing:?}"
+    );
+    if moves == 0 {
+        assert_eq!(growing.copies_on_device, steady.copies_on_device);
+        assert_eq!(growing.launches, steady.launches);
+        assert!(growing.allocations > steady.allocations, "{growing:?}");
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use candle_grpo_core::validate::Name;
+use candle_grpo_kernels::cuda_is_enabled;
 use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
@@ -179,7 +180,9 @@ impl MemoryFit<'_> {
     fn max_cache_mib(&self, config: &TrainConfig) -> Option<usize> {
         let lengths = (self.prompt_tokens, config.sampling.max_new_tokens);
         let dtype = config.rollout_dtype().into();
-        let one = self.model.cache_bytes((1, 1), lengths, dtype);
+        let one = self
+            .model
+            .cache_bytes((1, 1), lengths, dtype, cuda_is_enabled());
         let most = (self.plan)(config).ok()?.sampling >> 20;
         let fitting = largest(one.div_ceil(1 << 20).max(1), most, |mib| {
             let mut changed = config.clone();

@@ -424,7 +424,7 @@ impl Draws<'_> {
         let lengths = (prompt, self.sampling.max_new_tokens);
         let limit = self.sampling.max_cache_mib;
         let limit = limit.map_or(usize::MAX, |mib| mib.saturating_mul(1 << 20));
-        let cache = model.cache_bytes((groups, group), lengths, dtype);
+        let cache = model.cache_bytes((groups, group), lengths, dtype, cuda_is_enabled());
         let cache = cache.min(limit);
         let prefill = prefill_tokens(cuda_is_enabled()).saturating_add(prompt);
         let prefill = prefill.min(groups * prompt);

@@ -47,8 +47,8 @@ pub struct SamplingConfig {
     pub max_batch_size: usize,
     /// Maximum memory for keys and values in MiB. Completions start when they fit. If memory runs
     /// out later, those that started last are suspended, and are computed again when there is
-    /// room. On the CPU it does not influence the samples. Absent: what the device has. Custom
-    /// models and servers do not support it.
+    /// room. On the CPU it does not influence the samples. On a GPU, each layer takes a multiple
+    /// of 4 MiB. Absent: what the device has. Custom models and servers do not support it.
     pub max_cache_mib: Option<usize>,
     /// Random seed.
     pub seed: u64,

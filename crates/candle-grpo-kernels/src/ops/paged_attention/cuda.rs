@@ -6,8 +6,9 @@ use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
 use crate::cuda::in_place::write as write_in_place;
+use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
-use crate::{HeadTransform, Scores};
+use crate::{HeadTransform, Scores, cuda_memory};
 
 /// Maximum head width.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
@@ -262,6 +263,22 @@ fn tables<'a>(batch: &'a PagedBatch) -> Result<&'a Tables> {
         Some(tables) => Ok(tables),
         None => bail!("batch: made for the CPU, must be made for the device of the pages"),
     }
+}
+
+/// Reserves addresses for keys and for values. `None` if the device cannot map memory.
+pub(crate) fn reserve(
+    kv_heads: usize,
+    head_dim: usize,
+    dtype: DType,
+    device: &Device,
+) -> Result<Option<[MappedTensor; 2]>> {
+    // Keys and values have the same size, so each has at most half of the memory.
+    let most = cuda_memory(device)?.total / 2;
+    let reserve = || MappedTensor::reserve(&[kv_heads, PAGE, head_dim], dtype, device, most);
+    Ok(match reserve()? {
+        None => None,
+        Some(keys) => reserve()?.map(|values| [keys, values]),
+    })
 }
 
 /// Writes keys and values to a batch's slots. With queries, transforms them and the keys, and

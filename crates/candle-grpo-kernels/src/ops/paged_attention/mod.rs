@@ -8,6 +8,8 @@ pub(crate) mod cuda;
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{slice, with_element, with_floats};
+#[cfg(feature = "cuda")]
+use crate::cuda::mapped::MappedTensor;
 use crate::{HeadTransform, Scores, check, path};
 
 /// Positions per page: a multiple of every vector width.
@@ -17,13 +19,21 @@ pub const PAGE: usize = 16;
 /// (<https://arxiv.org/abs/2309.06180>).
 ///
 /// You keep each sequence's list of pages. Sequences can share pages, and grow without a copy.
-#[derive(Debug, Clone)]
+///
+/// On CUDA, f32, bf16 and f16 pages grow in place ([`Self::pages_in_place`]): their addresses never
+/// change. Other pages are copied when they grow.
+#[derive(Debug)]
 pub struct KeyValuePages {
+    /// Number of pages. Mapped tensors have more, without memory.
+    len: usize,
     /// `[pages, kv_heads, PAGE, head_dim]`, or `[pages, kv_heads, head_dim, PAGE]` for the CPU
     /// path, whose vectors hold the same element at all positions.
     keys: Tensor,
     /// `[pages, kv_heads, PAGE, head_dim]`
     values: Tensor,
+    /// Keys and values, if they grow in place.
+    #[cfg(feature = "cuda")]
+    mapped: Option<Box<[MappedTensor; 2]>>,
 }
 
 /// A part of a sequence in one page.
@@ -173,6 +183,31 @@ impl KeyValuePages {
         if !dtype.is_float() {
             bail!("dtype: {dtype:?}, must be a float dtype");
         }
+        #[cfg(feature = "cuda")]
+        if device.is_cuda()
+            && path::fuses(dtype, device)
+            && head_dim <= cuda::MAX_HEAD_DIM
+            && let Some(mapped) = cuda::reserve(kv_heads, head_dim, dtype, device)?
+        {
+            let mut new = Self {
+                len: 0,
+                keys: mapped[0].tensor().clone(),
+                values: mapped[1].tensor().clone(),
+                mapped: Some(Box::new(mapped)),
+            };
+            new.grow(pages)?;
+            return Ok(new);
+        }
+        Self::allocate(pages, kv_heads, head_dim, dtype, device)
+    }
+
+    fn allocate(
+        pages: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let values = Tensor::zeros((pages, kv_heads, PAGE, head_dim), dtype, device)?;
         let key_shape = if path::is_fused_on_cpu(&values) {
             [pages, kv_heads, head_dim, PAGE]
@@ -180,45 +215,89 @@ impl KeyValuePages {
             [pages, kv_heads, PAGE, head_dim]
         };
         let keys = Tensor::zeros(&key_shape, dtype, device)?;
-        Ok(Self { keys, values })
+        Ok(Self {
+            len: pages,
+            keys,
+            values,
+            #[cfg(feature = "cuda")]
+            mapped: None,
+        })
     }
 
     /// Returns the number of pages.
     pub fn len(&self) -> usize {
-        self.keys.dims()[0]
+        self.len
     }
 
     /// Returns whether there are no pages.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.len == 0
+    }
+
+    /// Returns the number of pages by which memory grows, if pages grow in place. Their keys, and
+    /// their values, take a multiple of the least memory that the GPU maps, which is 2 MiB.
+    pub fn pages_in_place(&self) -> Option<usize> {
+        #[cfg(feature = "cuda")]
+        if let Some(mapped) = &self.mapped {
+            return Some(mapped[0].rows_without_rest());
+        }
+        None
     }
 
     /// Appends zeroed pages until there are `pages`.
     ///
     /// # Errors
     ///
-    /// Fails if there are already more pages.
+    /// Fails if there are already more pages, or if there is not enough memory. Then there are as
+    /// many as before, with the same content.
     pub fn grow(&mut self, pages: usize) -> Result<()> {
-        let Some(more) = pages.checked_sub(self.len()) else {
+        if pages < self.len {
             bail!(
                 "pages: {pages}, must be at least the current number, {}",
-                self.len()
+                self.len
             );
-        };
+        }
+        #[cfg(feature = "cuda")]
+        if let Some([keys, values]) = self.mapped.as_deref_mut() {
+            keys.grow(self.len, pages)?;
+            if let Err(error) = values.grow(self.len, pages) {
+                keys.shrink(self.len)?;
+                return Err(error);
+            }
+            self.len = pages;
+            return Ok(());
+        }
         let (_, kv_heads, _, head_dim) = self.values.dims4()?;
-        let grown = Self::new(
-            self.len() + more,
-            kv_heads,
-            head_dim,
-            self.keys.dtype(),
-            self.keys.device(),
-        )?;
+        let (dtype, device) = (self.keys.dtype(), self.keys.device());
+        let grown = Self::allocate(pages, kv_heads, head_dim, dtype, device)?;
         if !self.is_empty() {
             grown.keys.slice_set(&self.keys, 0, 0)?;
             grown.values.slice_set(&self.values, 0, 0)?;
         }
         *self = grown;
         Ok(())
+    }
+
+    /// Removes the pages from `pages` on, if pages grow in place. Their memory returns to the
+    /// device, after the work on it.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are fewer pages, if they do not grow in place, or if work on the device has
+    /// failed.
+    pub fn shrink(&mut self, pages: usize) -> Result<()> {
+        if pages > self.len {
+            bail!(
+                "pages: {pages}, must be at most the current number, {}",
+                self.len
+            );
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(mapped) = &mut self.mapped {
+            self.len = pages;
+            return mapped.iter_mut().try_for_each(|part| part.shrink(pages));
+        }
+        bail!("pages: do not grow in place, must do so to be removed")
     }
 
     /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the pages' dtype, to slot i
