@@ -42,6 +42,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -125,12 +126,16 @@ struct Work {
     bool is_copy;  // which may use the memory of two GPUs
     std::function<void()> run;
 };
-// Recorded work, and the memory that it allocates and frees.
+// Recorded work, and the memory that it allocates and frees. The graph has the memory until cuDeviceGraphMemTrim, and from each launch
+// on.
 struct Graph {
     std::vector<Work> work;
     std::vector<CUdeviceptr> allocations;
+    bool is_trimmed = false;
+    Graph();
     ~Graph();
 };
+std::set<Graph*> graphs;
 
 // The number of calls of each stream, by its id, that come before a point of the program.
 struct Clock {
@@ -491,9 +496,18 @@ void set_allocation(CUdeviceptr start, const Range& range) {
     memory[start] = allocation;
 }
 
-// The memory of a graph exists as long as the graph.
+// Calls `each` with the device and the size of each allocation of a graph.
+template <class F>
+void for_allocations(const Graph& graph, F each) {
+    for (CUdeviceptr pointer : graph.allocations) each(memory[pointer].device, memory[pointer].bytes);
+}
+
+Graph::Graph() { graphs.insert(this); }
+
 Graph::~Graph() {
+    graphs.erase(this);
     for (int device = 0; device < device_count(); device++) for_streams(device, finish);
+    if (is_trimmed) for_allocations(*this, [](int device, size_t bytes) { devices[device].used_bytes += bytes; });
     for (CUdeviceptr pointer : allocations) release(pointer);
 }
 
@@ -748,8 +762,30 @@ CUresult cuGraphExecDestroy(void* instance) { return cuGraphDestroy(instance); }
 CUresult cuGraphLaunch(void* instance, void* stream) {
     CALL_IN_CONTEXT;
     NOT_IN_RECORDING(stream);
-    for (const auto& work : (*(std::shared_ptr<Graph>*)instance)->work) add(stream_of(stream), work);
+    Graph& graph = **(std::shared_ptr<Graph>*)instance;
+    if (graph.is_trimmed) {
+        size_t all = 0;
+        for_allocations(graph, [&](int, size_t bytes) { all += bytes; });
+        if (!take_memory(current_device(), all)) return OUT_OF_MEMORY;
+        graph.is_trimmed = false;
+    }
+    for (const auto& work : graph.work) add(stream_of(stream), work);
     return broken;
+}
+// Takes the memory of graphs that no work uses.
+CUresult cuDeviceGraphMemTrim(int device) {
+    CALL_IN_CONTEXT;
+    for (Graph* graph : graphs) {
+        const auto& all = graph->allocations;
+        const bool is_over = std::all_of(all.begin(), all.end(), [&](CUdeviceptr pointer) {
+            const Allocation& of = memory[pointer];
+            return of.device == device && of.is_freed && (of.written.name == nullptr || waited.has(of.written.stream, of.written.at));
+        });
+        if (graph->is_trimmed || !is_over) continue;
+        graph->is_trimmed = true;
+        for_allocations(*graph, [](int device, size_t bytes) { devices[device].used_bytes -= bytes; });
+    }
+    return SUCCESS;
 }
 CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
     CALL_IN_CONTEXT;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
-use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute, cuDeviceGraphMemTrim};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
 use candle_core::{CudaDevice, Device, Error, Result, bail};
 
@@ -50,8 +50,22 @@ pub(crate) fn release_memory(device: &Device) -> Result<()> {
     #[allow(unsafe_code)]
     unsafe {
         let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
-        mem_pool::trim_to(pool, 0).map_err(Error::wrap)
+        mem_pool::trim_to(pool, 0).map_err(Error::wrap)?;
     }
+    release_recordings_memory(&stream)
+}
+
+/// Returns the memory that recordings used to a device. Their next run takes it again.
+pub(crate) fn release_recordings_memory(stream: &CudaStream) -> Result<()> {
+    let context = stream.context();
+    context.bind_to_thread().map_err(Error::wrap)?;
+    // The driver keeps memory whose use is still in the stream.
+    stream.synchronize().map_err(Error::wrap)?;
+    // SAFETY: the device is open.
+    #[allow(unsafe_code)]
+    unsafe { cuDeviceGraphMemTrim(context.cu_device()) }
+        .result()
+        .map_err(Error::wrap)
 }
 
 /// Turns off events and keeps freed memory.

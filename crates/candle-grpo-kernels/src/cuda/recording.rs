@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream};
 use candle_core::{Device, Result, bail};
 
-use super::device::stream;
+use super::device::{release_recordings_memory, stream};
 
 /// GPU operations that one driver call runs again: a CUDA graph.
 ///
@@ -67,6 +67,17 @@ impl Recording {
             Some(graph) => Ok(Self { graph }),
             None => bail!("operations: none on the GPU, must be at least one"),
         }
+    }
+
+    /// Returns the memory that recordings on `device` took for tensors within to the device, until
+    /// they run again. Waits for the work on the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if work on the device has failed.
+    pub fn release_memory(device: &Device) -> Result<()> {
+        let stream = stream(device.as_cuda_device()?)?;
+        release_recordings_memory(&stream)
     }
 
     /// Runs the operations.

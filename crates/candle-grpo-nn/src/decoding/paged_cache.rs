@@ -180,7 +180,7 @@ impl PagedCache {
     pub(crate) fn record_steps(&mut self) {
         #[cfg(feature = "cuda")]
         {
-            self.recorded = Some(RecordedSteps::default());
+            self.recorded.get_or_insert_default();
         }
     }
 
@@ -263,6 +263,25 @@ impl PagedCache {
             }
         }
         Ok(())
+    }
+
+    /// Removes all sequences, the limit, and the memory of the pages, for later sequences of the
+    /// same decoder. Addresses and recorded steps remain. Returns false if there are none, or if
+    /// pages do not grow in place.
+    pub(crate) fn empty(&mut self) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if self.block.is_some()
+            && let Some(recorded) = &mut self.recorded
+            && recorded.keep_latest()?
+        {
+            self.sequences.clear();
+            self.holders.clear();
+            self.free.clear();
+            self.limit = None;
+            self.shrink(0)?;
+            return Ok(true);
+        }
+        Ok(false)
     }
 
     /// Number of positions in a sequence.

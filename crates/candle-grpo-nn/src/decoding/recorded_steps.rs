@@ -3,12 +3,15 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables};
 
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache};
+
+/// Number of sizes whose recordings remain in an empty cache.
+const KEPT_SIZES: usize = 64;
 
 /// A cache's recordings.
 #[derive(Debug, Default)]
@@ -16,6 +19,10 @@ pub(super) struct RecordedSteps {
     steps: HashMap<StepSize, Step>,
     /// The decoder for all steps. The recordings use its weights.
     decoder: Option<Decoder>,
+    /// Hidden states of the step with the most rows. The recordings share them.
+    hidden: Option<Tensor>,
+    /// Number of recorded steps that have run.
+    runs: u64,
 }
 
 #[derive(Debug)]
@@ -33,6 +40,8 @@ struct RecordedStep {
     /// Hidden states `[rows, H]`.
     hidden: Tensor,
     recording: Recording,
+    /// Number of the latest run.
+    latest: u64,
 }
 
 /// A step with one new token per sequence.
@@ -52,6 +61,24 @@ impl RecordedSteps {
         }
     }
 
+    /// Keeps the recordings of the latest sizes, without the memory that they take when they run.
+    /// Returns false if there are none.
+    pub(super) fn keep_latest(&mut self) -> Result<bool> {
+        let latest = |step: &Step| match step {
+            Step::Recorded(step) => Some(step.latest),
+            Step::Seen | Step::Refused => None,
+        };
+        let runs = self.steps.values().filter_map(latest).collect();
+        let (Some(oldest), Some(hidden)) = (oldest_of_latest(runs, KEPT_SIZES), &self.hidden)
+        else {
+            return Ok(false);
+        };
+        self.steps
+            .retain(|_, step| latest(step).is_some_and(|run| run >= oldest));
+        Recording::release_memory(hidden.device())?;
+        Ok(true)
+    }
+
     /// Computes a step's hidden states `[N, H]` after the final norm. `None` if the step must run
     /// unrecorded.
     pub(super) fn hidden(
@@ -68,8 +95,10 @@ impl RecordedSteps {
             .as_ref()
             .is_some_and(|own| own.is_clone_of(decoder))
         {
-            self.steps.clear();
-            self.decoder = Some(decoder.clone());
+            *self = Self {
+                decoder: Some(decoder.clone()),
+                ..Self::default()
+            };
         }
         let n = new.rows.len();
         // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
@@ -89,12 +118,16 @@ impl RecordedSteps {
             Entry::Occupied(place) => place.into_mut(),
         };
         if let Step::Seen = step {
-            let recorded = RecordedStep::new(decoder, cache, tables.size(), &slots, &rows);
+            let recorded = hidden_rows(&mut self.hidden, decoder, rows.len()).and_then(|hidden| {
+                RecordedStep::new(decoder, cache, hidden, tables.size(), (&slots, &rows))
+            });
             *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
         }
         let Step::Recorded(step) = step else {
             return Ok(None);
         };
+        self.runs += 1;
+        step.latest = self.runs;
         step.inputs.set(tables)?;
         // SAFETY: the decoder, the inputs and the result are kept. The cache discards the steps
         // when it replaces the pages, and others stay where they are.
@@ -106,19 +139,40 @@ impl RecordedSteps {
     }
 }
 
+/// Returns the oldest of the `most` latest runs.
+fn oldest_of_latest(mut runs: Vec<u64>, most: usize) -> Option<u64> {
+    runs.sort_unstable_by(|a, b| b.cmp(a));
+    runs.truncate(most);
+    runs.last().copied()
+}
+
+/// Returns the first `rows` of `shared`, which grows if it has fewer.
+fn hidden_rows(shared: &mut Option<Tensor>, decoder: &Decoder, rows: usize) -> Result<Tensor> {
+    let there = shared.as_ref().map_or(0, |shared| shared.dims()[0]);
+    if there < rows {
+        let (weight, width) = (decoder.output_weight(), decoder.config().hidden_size);
+        *shared = Some(Tensor::zeros(
+            (rows, width),
+            weight.dtype(),
+            weight.device(),
+        )?);
+    }
+    match shared {
+        Some(shared) => shared.narrow(0, 0, rows),
+        None => bail!("rows: {rows}, must be at least 1"),
+    }
+}
+
 impl RecordedStep {
     fn new(
         decoder: &Decoder,
         cache: &PagedCache,
+        hidden: Tensor,
         size: StepSize,
-        slots: &[PageSlot],
-        rows: &[PagedRow],
+        (slots, rows): (&[PageSlot], &[PagedRow]),
     ) -> Result<Self> {
-        let weight = decoder.output_weight();
-        let device = weight.device();
+        let device = hidden.device();
         let inputs = StepInputs::new(size, device)?;
-        let width = decoder.config().hidden_size;
-        let hidden = Tensor::zeros((rows.len(), width), weight.dtype(), device)?;
         let (tokens, positions) = (inputs.tokens()?, inputs.positions()?);
         let batch = &inputs.batch(slots, rows)?;
         let operations = || {
@@ -143,6 +197,7 @@ impl RecordedStep {
             inputs,
             hidden,
             recording,
+            latest: 0,
         })
     }
 }
@@ -158,4 +213,21 @@ fn repeat_last<T: Copy>(all: &[T], more: usize) -> Vec<T> {
         all.resize(all.len() + more, last);
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_runs_are_kept() {
+        for (runs, most, oldest) in [
+            (vec![3, 9, 1, 7], 2, Some(7)),
+            (vec![3, 9, 1, 7], 4, Some(1)),
+            (vec![5], 64, Some(5)),
+            (vec![], 64, None),
+        ] {
+            assert_eq!(oldest_of_latest(runs, most), oldest, "{most}");
+        }
+    }
 }

@@ -89,6 +89,13 @@ pub trait Decoding: Send {
 
     /// Records steps on a GPU, see [`PagedCache::with_recorded_steps`]. The default does nothing.
     fn record_steps(&mut self) {}
+
+    /// Removes all sequences. Returns what [`LanguageModel::decoding_with`] can use again for other
+    /// sequences of the same model, such as recorded steps, but no memory for keys and values. Its
+    /// weights may change in place until then. The default returns nothing.
+    fn into_empty_cache(self: Box<Self>) -> Option<PagedCache> {
+        None
+    }
 }
 
 /// A [`Decoding`] that keeps one state `S` per sequence, such as the keys and values for its
@@ -270,5 +277,12 @@ impl Decoding for PagedDecoding<'_> {
 
     fn record_steps(&mut self) {
         self.cache.record_steps();
+    }
+
+    fn into_empty_cache(self: Box<Self>) -> Option<PagedCache> {
+        let Self { decoder, mut cache } = *self;
+        // Weights that ranks divide have other addresses each time they are gathered.
+        let stays = !decoder.is_divided() && cache.empty().unwrap_or_default();
+        stays.then_some(cache)
     }
 }

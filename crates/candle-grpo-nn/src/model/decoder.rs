@@ -275,6 +275,11 @@ impl Decoder {
         Ok(ahead.transpose()?.flatten())
     }
 
+    /// Returns whether ranks divide the weights.
+    pub(crate) fn is_divided(&self) -> bool {
+        self.divided.is_some()
+    }
+
     /// Checks that all weights are there, if ranks divide them.
     pub(crate) fn ensure_held(&self) -> Result<()> {
         self.divided
@@ -486,9 +491,16 @@ impl LanguageModel for Decoder {
 
     /// Continues sequences with a [`PagedCache`], like [`Decoder::next_logits`].
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
-        self.ensure_held()?;
         let weight = self.output_weight();
-        let cache = PagedCache::new(&self.config, weight.dtype(), weight.device())?;
+        self.decoding_with(PagedCache::new(
+            &self.config,
+            weight.dtype(),
+            weight.device(),
+        )?)
+    }
+
+    fn decoding_with(&self, cache: PagedCache) -> Result<Box<dyn Decoding + '_>> {
+        self.ensure_held()?;
         Ok(Box::new(PagedDecoding {
             decoder: self,
             cache,

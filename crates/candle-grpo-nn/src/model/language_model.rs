@@ -4,7 +4,9 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::decoding::full_pass;
 use crate::model::routes::ExpertBalance;
-use crate::{Decoding, DividedModel, Gradients, Lora, PackedTokens, Parameters, SequenceStates};
+use crate::{
+    Decoding, DividedModel, Gradients, Lora, PackedTokens, PagedCache, Parameters, SequenceStates,
+};
 
 /// A causal language model: it computes hidden states, and exposes its output layer's weight.
 ///
@@ -76,6 +78,20 @@ pub trait LanguageModel {
     {
         let step = move |new: &mut [(Vec<u32>, &[u32])]| full_pass(self, new);
         Ok(Box::new(SequenceStates::new(step)))
+    }
+
+    /// Like [`Self::decoding`], with a cache from [`Decoding::into_empty_cache`] of an earlier one.
+    /// The provided implementation has no use for it.
+    ///
+    /// # Errors
+    ///
+    /// Same as [`Self::decoding`].
+    fn decoding_with(&self, cache: PagedCache) -> Result<Box<dyn Decoding + '_>>
+    where
+        Self: Sized + Sync,
+    {
+        drop(cache);
+        self.decoding()
     }
 }
 

@@ -1,13 +1,15 @@
 //! Decoding with a paged cache: matches whole sequences, and is independent of other sequences.
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_kernels::KeyValuePages;
-use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
+use candle_grpo_kernels::{KeyValuePages, cuda_memory};
+use candle_grpo_nn::{
+    Decoder, DecoderConfig, Decoding, LanguageModel, Lora, LoraConfig, PagedCache, SequenceId,
+};
 use proptest::prelude::*;
 use rstest::rstest;
 use rstest_reuse::apply;
 
-use candle_grpo_test_support::{CudaCalls, cases, device, message};
+use candle_grpo_test_support::{CudaCalls, cases, device, message, with_failing_allocations};
 
 use crate::small::{Family, config, each_family, lively, max_difference};
 
@@ -256,6 +258,82 @@ fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
         assert_eq!(growing.launches, steady.launches);
         assert!(growing.allocations > steady.allocations, "{growing:?}");
     }
+    Ok(())
+}
+
+/// Later sequences have what recorded steps need, and nothing of the earlier ones.
+#[test]
+fn an_empty_cache_has_no_limit_and_no_sequences() -> Result<()> {
+    let config = config(true);
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let parameters = lively(&config)?;
+    for (_, weight) in parameters.iter() {
+        weight.set(&(weight.as_tensor() * 1.5)?.detach())?;
+    }
+    let other = Decoder::new(&config, parameters.detached_var_builder())?;
+    let steps = |decoding: &mut dyn Decoding, id| -> Result<_> {
+        let logits = (0..4).map(|token| bits(&decoding.next_logits(&[(id, &[token])])?));
+        logits.collect::<Result<Vec<_>>>()
+    };
+    let mut first = decoder.decoding()?;
+    first.record_steps();
+    first.limit_memory(1 << 20)?;
+    let id = first.add();
+    let expected = steps(&mut *first, id)?;
+    assert!(!first.reserve(&[(None, 50_000)])?);
+    let pages = KeyValuePages::new(1, 1, 8, DType::F32, device())?;
+    let cache = first.into_empty_cache();
+    // Without recorded steps there is nothing to keep.
+    assert_eq!(cache.is_some(), pages.pages_in_place().is_some());
+    let Some(cache) = cache else {
+        return Ok(());
+    };
+    let mut second = decoder.decoding_with(cache)?;
+    assert!(message(second.next_logits(&[(id, &[1])])).contains("not in the cache"));
+    assert!(second.reserve(&[(None, 50_000)])?);
+    let id = second.add();
+    assert_eq!(steps(&mut *second, id)?, expected);
+    // The recordings have the weights of the first decoder.
+    let mut third = other.decoding_with(second.into_empty_cache().unwrap())?;
+    let (id, mut new) = (third.add(), other.decoding()?);
+    let of_other = steps(&mut *third, id)?;
+    let id = new.add();
+    assert!(of_other == steps(&mut *new, id)? && of_other != expected);
+    Ok(())
+}
+
+/// Each layer has an allocation for keys and one for values. A growth tries each one twice, and is
+/// followed by two smaller ones.
+#[rstest]
+fn a_cache_that_cannot_grow_stays_valid(#[values(0, 1, 2, 3)] before: u64) -> Result<()> {
+    let pages = KeyValuePages::new(1, 1, 8, DType::F32, device())?;
+    if CudaCalls::now().is_none() || pages.pages_in_place().is_none() {
+        println!("skipped: no emulated GPU fails allocations of pages that grow in place");
+        return Ok(());
+    }
+    let config = config(true);
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let mut last = Vec::new();
+    for fails in [false, true] {
+        let mut cache = cache(&config, DType::F32)?;
+        let sequence = cache.add();
+        decoder.next_logits(&[(sequence, &TOKENS)], &mut cache)?;
+        if fails {
+            device().synchronize()?;
+            let free = cuda_memory(device())?.free;
+            let reserve = || cache.reserve(&[(None, 9000)]);
+            let (reserved, failed) = with_failing_allocations(before, 100, reserve).unwrap();
+            assert!(message(reserved).contains("OUT_OF_MEMORY"));
+            assert_eq!((failed, cuda_memory(device())?.free), (6, free));
+            assert!(!cache.reserve(&[(None, 9000)])?);
+        }
+        for token in 0..4 {
+            last.push(bits(
+                &decoder.next_logits(&[(sequence, &[token])], &mut cache)?,
+            )?);
+        }
+    }
+    assert_eq!(last[..4], last[4..]);
     Ok(())
 }
 

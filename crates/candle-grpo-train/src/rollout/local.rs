@@ -2,13 +2,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
 use candle_grpo_nn::{
     ComputeCopies, ComputeDType, Decoder, DecoderConfig, Decoding, LanguageModel, Lora,
-    ModelConfig, Parameters, SequenceId,
+    ModelConfig, PagedCache, Parameters, SequenceId,
 };
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -64,6 +65,8 @@ pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
     copies: ComputeCopies,
     /// True if steps on a GPU are recorded.
     records_steps: bool,
+    /// The recorded steps of earlier calls.
+    cache: Mutex<Option<PagedCache>>,
 }
 
 /// One call to [`Generator::generate`].
@@ -138,6 +141,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
     /// Fails if `parameters` have another shape.
     pub fn new(model: &C, parameters: &Parameters) -> Result<Self> {
         let built = model.build(parameters.detached_var_builder())?;
+        let built = built.gathering(parameters)?;
         Ok(Self::from_model(model.clone(), built))
     }
 
@@ -152,6 +156,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
             detached: None,
             copies: ComputeCopies::default(),
             records_steps: false,
+            cache: Mutex::default(),
         }
     }
 
@@ -203,11 +208,15 @@ impl<C: ModelConfig> LocalGenerator<C> {
     /// Sets whether steps on a GPU are recorded, which is several times as fast for small models
     /// ([`Decoding::record_steps`]). By default, they are not.
     ///
+    /// Later calls use the recordings again. Between calls, they take little memory, and there is
+    /// none for keys and values. If a call fails, its recordings are discarded.
+    ///
     /// **No other thread may use the GPU** while a generator with recorded steps generates.
     #[must_use]
     pub fn with_recorded_steps(self, records_steps: bool) -> Self {
         Self {
             records_steps,
+            cache: Mutex::default(),
             ..self
         }
     }
@@ -265,16 +274,26 @@ impl<C: ModelConfig> LocalGenerator<C> {
         if self.device.is_cpu() {
             // A thread from rayon's pool drives the model, so the pool does not have to be woken
             // for each operator.
-            rayon::join(|| run.run(deliver), || ()).0
-        } else {
-            // A GPU may have a stream for each thread. On another thread, weights might be read
-            // before they are written.
-            run.run(deliver)
+            return rayon::join(|| run.run(deliver), || ()).0;
         }
+        // A GPU may have a stream for each thread. On another thread, weights might be read before
+        // they are written.
+        run.run(deliver)?;
+        *self.cache() = run.decoding.into_empty_cache();
+        Ok(())
+    }
+
+    /// The empty cache of earlier calls.
+    fn cache(&self) -> MutexGuard<'_, Option<PagedCache>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn decoding(&self) -> Result<Box<dyn Decoding + '_>> {
-        let mut decoding = self.model.decoding()?;
+        let cache = self.cache().take();
+        let mut decoding = match cache {
+            Some(cache) => self.model.decoding_with(cache)?,
+            None => self.model.decoding()?,
+        };
         if self.records_steps {
             decoding.record_steps();
         }
@@ -347,7 +366,7 @@ impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
 }
 
 impl Run<'_> {
-    fn run(mut self, deliver: &mut Deliver<'_>) -> Result<()> {
+    fn run(&mut self, deliver: &mut Deliver<'_>) -> Result<()> {
         let mut waiting = self.plan();
         // In order of their places, as those that wait.
         let mut live: Vec<Live> = Vec::new();

@@ -8,12 +8,16 @@ use crate::common::{
 };
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
-use candle_grpo_test_support::{CudaCalls, assert_close, cases, device, devices, stay_on_cpu};
+use candle_grpo_nn::{Decoder, DecoderConfig, ModelType, Parameters};
+use candle_grpo_test_support::{
+    CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, stay_on_cpu,
+    with_failing_allocations,
+};
 use candle_grpo_train::learn::rollout_log_probs;
+use candle_grpo_train::rollout::LocalGenerator;
 use candle_grpo_train::{
     Actor, ActorConfig, FinishReason, Progress, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch,
+    TokenBatch, cuda_memory,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -25,6 +29,115 @@ fn policy_log_probs(rollout: &Rollout) -> &[f32] {
 
 fn all(prompts: &[Prompt]) -> Vec<&Prompt> {
     prompts.iter().collect()
+}
+
+/// Tokens and log-probs of completions.
+type Drawn = Vec<(Vec<u32>, Vec<f32>)>;
+
+/// Calls of a generator with recorded steps, on an emulated GPU.
+struct RecordedCalls {
+    model: DecoderConfig,
+    parameters: Parameters,
+    prompts: Vec<Prompt>,
+}
+
+impl RecordedCalls {
+    /// `None` without the emulated GPU.
+    fn new() -> Option<Self> {
+        if CudaCalls::now().is_none() {
+            println!("skipped: no emulated GPU counts the calls");
+            return None;
+        }
+        let model = DecoderConfig {
+            max_position_embeddings: 128,
+            ..model()
+        };
+        Some(Self {
+            parameters: parameters_of(&model, device()),
+            model,
+            prompts: prompts(&["abc", "d", "eeeee"]),
+        })
+    }
+
+    fn sampler(&self) -> Sampler {
+        let generator = LocalGenerator::new(&self.model, &self.parameters).unwrap();
+        let generator = generator.with_recorded_steps(true);
+        let config = SamplingConfig {
+            max_new_tokens: 70,
+            stop_token_ids: Vec::new(),
+            ..sampling()
+        };
+        Sampler::from_generator(Arc::new(generator), self.model.vocab_size, config).unwrap()
+    }
+
+    /// The completions of a call, and the number of recordings in it.
+    fn call(&self, sampler: &Sampler) -> anyhow::Result<(Drawn, u64)> {
+        let before = CudaCalls::now().unwrap();
+        let rollouts = sampler.sample(&all(&self.prompts), 4, 0)?;
+        let calls = CudaCalls::now().unwrap() - before;
+        let completions = rollouts.into_iter().map(|rollout| {
+            let log_probs = policy_log_probs(&rollout).to_vec();
+            (rollout.completion.tokens, log_probs)
+        });
+        Ok((completions.collect(), calls.recordings))
+    }
+}
+
+/// Bytes of the GPU that are free once its work is done.
+fn free_memory() -> usize {
+    device().synchronize().unwrap();
+    cuda_memory(device()).unwrap().free
+}
+
+#[test]
+fn calls_of_a_generator_share_recorded_steps() {
+    let Some(calls) = RecordedCalls::new() else {
+        return;
+    };
+    let sampler = calls.sampler();
+    let free = free_memory();
+    cuda_peak_bytes();
+    let (first, recordings) = calls.call(&sampler).unwrap();
+    assert!(recordings > 1, "{recordings}");
+    // Inputs of the recorded steps remain, and no keys and values.
+    let kept = free - free_memory();
+    let total = cuda_memory(device()).unwrap().total;
+    let sampled = cuda_peak_bytes().unwrap() as usize - (total - free);
+    assert!(
+        kept < 16 << 10 && 8 * kept < sampled,
+        "{kept} of {sampled} bytes"
+    );
+    let (second, recordings) = calls.call(&sampler).unwrap();
+    assert!(second == first && recordings == 0, "{recordings}");
+    assert_eq!(free - free_memory(), kept);
+    // An optimizer changes the weights in place.
+    for (_, weight) in calls.parameters.iter() {
+        let other = (weight.as_tensor() * 1.5).unwrap().detach();
+        weight.set(&other).unwrap();
+    }
+    let (third, recordings) = calls.call(&sampler).unwrap();
+    let (expected, _) = calls.call(&calls.sampler()).unwrap();
+    assert!(third == expected && recordings == 0, "{recordings}");
+    assert!(third != first);
+    drop(sampler);
+    assert!(free_memory() >= free);
+}
+
+#[test]
+fn a_call_that_fails_leaves_nothing_to_the_next_one() {
+    let Some(calls) = RecordedCalls::new() else {
+        return;
+    };
+    let sampler = calls.sampler();
+    let free = free_memory();
+    let (first, recordings) = calls.call(&sampler).unwrap();
+    assert!(free_memory() < free);
+    let failing = with_failing_allocations(9, 10_000, || calls.call(&sampler));
+    let error = failing.unwrap().0.unwrap_err();
+    assert!(format!("{error:#}").contains("OUT_OF_MEMORY"), "{error:#}");
+    assert_eq!(free_memory(), free);
+    let (second, again) = calls.call(&sampler).unwrap();
+    assert!(second == first && again == recordings, "{again}");
 }
 
 #[test]

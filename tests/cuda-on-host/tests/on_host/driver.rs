@@ -25,6 +25,8 @@ unsafe extern "C" {
     fn cuEventRecord(event: Handle, stream: Handle) -> c_int;
     fn cuEventSynchronize(event: Handle) -> c_int;
     fn cuGraphInstantiateWithFlags(instance: *mut Handle, graph: Handle, flags: u64) -> c_int;
+    fn cuGraphDestroy(graph: Handle) -> c_int;
+    fn cuGraphExecDestroy(instance: Handle) -> c_int;
     fn cuGraphLaunch(instance: Handle, stream: Handle) -> c_int;
     fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) -> c_int;
     fn cuStreamEndCapture(stream: Handle, graph: *mut Handle) -> c_int;
@@ -59,6 +61,7 @@ unsafe extern "C" {
     fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> c_int;
     fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) -> c_int;
     fn cuMemUnmap(at: u64, bytes: usize) -> c_int;
+    fn cuDeviceGraphMemTrim(device: c_int) -> c_int;
     fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) -> c_int;
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int;
@@ -519,6 +522,46 @@ fn mapped_memory_grows_in_its_range() {
         assert_eq!(unmap(start, GRANULARITY), 0);
         // SAFETY: nothing is mapped to the range.
         assert_eq!(unsafe { cuMemAddressFree(start, RANGE) }, 0);
+    });
+    succeeds(output);
+}
+
+#[test]
+fn a_graph_gives_its_memory_back_until_it_runs() {
+    let output = in_child("a_graph_gives_its_memory_back_until_it_runs", &[], || {
+        let (pair, before) = (Pair::new(), free_memory());
+        let (mut graph, mut instance) = (null_mut(), null_mut());
+        let trim = || {
+            // SAFETY: the device exists.
+            assert_eq!(unsafe { cuDeviceGraphMemTrim(0) }, 0);
+            before - free_memory()
+        };
+        // SAFETY: the pointers receive the handles and the address.
+        unsafe {
+            assert_eq!(cuStreamBeginCapture_v2(pair.producer, 0), 0);
+            let mut pointer = 0;
+            assert_eq!(cuMemAllocAsync(&mut pointer, 16, pair.producer), 0);
+            copy(pair.x, pointer, pair.producer);
+            copy(pointer, pair.y, pair.producer);
+            assert_eq!(cuMemFreeAsync(pointer, pair.producer), 0);
+            assert_eq!(cuStreamEndCapture(pair.producer, &mut graph), 0);
+            assert_eq!(cuGraphInstantiateWithFlags(&mut instance, graph, 0), 0);
+        }
+        for run in 0..2 {
+            // SAFETY: the handles are a graph and a stream.
+            assert_eq!(unsafe { cuGraphLaunch(instance, pair.producer) }, 0);
+            // Work that may still run uses the memory.
+            assert_eq!(trim(), 16, "{run}");
+            synchronize(pair.producer);
+            assert_eq!(download(pair.y, 4).unwrap(), [1.; 4]);
+            assert_eq!(trim(), 0, "{run}");
+        }
+        // SAFETY: the handles are graphs.
+        unsafe {
+            assert_eq!(cuGraphDestroy(graph), 0);
+            assert_eq!(cuGraphExecDestroy(instance), 0);
+        }
+        assert_eq!(free_memory(), before);
     });
     succeeds(output);
 }
