@@ -6,7 +6,8 @@ use crate::common::{
     END, actor_config, max_difference, model, model_with_experts, model_with_states, parameters,
     parameters_of, parameters_on, prompts, sampler, sampling, tokenizer,
 };
-use candle_core::{Device, IndexOp, Tensor};
+use candle_core::{DType, Device, IndexOp, Tensor};
+use candle_grpo_kernels::KeyValuePages;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{Decoder, DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{
@@ -46,6 +47,11 @@ impl RecordedCalls {
     fn new() -> Option<Self> {
         if CudaCalls::now().is_none() {
             println!("skipped: no emulated GPU counts the calls");
+            return None;
+        }
+        let pages = KeyValuePages::new(1, 1, 8, DType::F32, device()).unwrap();
+        if pages.pages_in_place().is_none() {
+            println!("skipped: recorded steps stay only on a GPU that maps memory");
             return None;
         }
         let model = DecoderConfig {
