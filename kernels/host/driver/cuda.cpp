@@ -762,6 +762,8 @@ CUresult cuGraphExecDestroy(void* instance) { return cuGraphDestroy(instance); }
 CUresult cuGraphLaunch(void* instance, void* stream) {
     CALL_IN_CONTEXT;
     NOT_IN_RECORDING(stream);
+    // The memory that the graph allocates.
+    if (cuda_host::fails(__func__)) return OUT_OF_MEMORY;
     Graph& graph = **(std::shared_ptr<Graph>*)instance;
     if (graph.is_trimmed) {
         size_t all = 0;

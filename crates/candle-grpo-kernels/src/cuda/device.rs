@@ -42,6 +42,12 @@ pub(crate) fn memory(device: &Device) -> Result<DeviceMemory> {
 /// Returns freed memory to a device.
 pub(crate) fn release_memory(device: &Device) -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
+    release_pool(&stream)?;
+    release_recordings_memory(&stream)
+}
+
+/// Returns freed memory of tensors to a device.
+pub(crate) fn release_pool(stream: &CudaStream) -> Result<()> {
     let context = stream.context();
     context.bind_to_thread().map_err(Error::wrap)?;
     // The pool keeps memory whose free is still in the stream.
@@ -50,9 +56,8 @@ pub(crate) fn release_memory(device: &Device) -> Result<()> {
     #[allow(unsafe_code)]
     unsafe {
         let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
-        mem_pool::trim_to(pool, 0).map_err(Error::wrap)?;
+        mem_pool::trim_to(pool, 0).map_err(Error::wrap)
     }
-    release_recordings_memory(&stream)
 }
 
 /// Returns the memory that recordings used to a device. Their next run takes it again.

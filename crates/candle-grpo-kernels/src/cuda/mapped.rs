@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result}
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::device::{release_memory, stream};
+use super::device::{release_pool, stream};
 use super::in_place::write as write_in_place;
 use super::output::as_tensor;
 use crate::cpu::with_element;
@@ -132,7 +132,6 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 #[derive(Debug)]
 struct Range {
     stream: Arc<CudaStream>,
-    device: Device,
     start: CUdeviceptr,
     bytes: usize,
     /// Memory is mapped in multiples of this number of bytes.
@@ -144,7 +143,7 @@ struct Range {
 }
 
 impl Range {
-    /// Reserves at least `bytes`. `None` if the device cannot map memory.
+    /// Reserves at least `bytes`. `None` if the device cannot map memory, or has no addresses.
     fn reserve(candle: &CudaDevice, bytes: usize) -> Result<Option<Self>> {
         let stream = stream(candle)?;
         let context = stream.context();
@@ -159,22 +158,20 @@ impl Range {
         let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: the pointers receive the granularity and the address.
         #[allow(unsafe_code)]
-        let bytes = unsafe {
-            sys::cuMemGetAllocationGranularity(
-                &raw mut granularity,
-                &raw const properties,
-                minimum,
-            )
-            .result()
-            .w()?;
-            let bytes = bytes.next_multiple_of(granularity);
-            sys::cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0)
+        let reserved = unsafe {
+            sys::cuMemGetAllocationGranularity(&raw mut granularity, &raw const properties, minimum)
                 .result()
-                .w()?;
-            bytes
+                .and_then(|()| {
+                    let bytes = bytes.next_multiple_of(granularity);
+                    sys::cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0).result()?;
+                    Ok(bytes)
+                })
+        };
+        // The system may limit the addresses of a process.
+        let Ok(bytes) = reserved else {
+            return Ok(None);
         };
         Ok(Some(Self {
-            device: Device::Cuda(candle.clone()),
             start,
             bytes,
             granularity,
@@ -194,9 +191,9 @@ impl Range {
         }
         self.stream.context().bind_to_thread().w()?;
         let mapped = match self.map_more(more) {
-            // The pool may have the memory.
+            // The pool may have the memory. Recordings need theirs in the next step.
             Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                release_memory(&self.device)?;
+                release_pool(&self.stream)?;
                 self.map_more(more)
             }
             mapped => mapped,

@@ -136,11 +136,14 @@ impl PagedCache {
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
-        // The same in all layers.
-        let block = layers.iter().find_map(|layer| match layer {
-            Layer::Pages(pages) => pages.pages_in_place(),
+        let mut blocks = layers.iter().filter_map(|layer| match layer {
+            Layer::Pages(pages) => Some(pages.pages_in_place()),
             Layer::States(_) => None,
         });
+        let block = blocks.next().flatten();
+        if !blocks.all(|other| other == block) {
+            bail!("device: no addresses for the keys and values of all layers, must have some");
+        }
         Ok(Self {
             has_states: layers.iter().any(|layer| layer.states().is_some()),
             layers,
@@ -266,22 +269,22 @@ impl PagedCache {
     }
 
     /// Removes all sequences, the limit, and the memory of the pages, for later sequences of the
-    /// same decoder. Addresses and recorded steps remain. Returns false if there are none, or if
-    /// pages do not grow in place.
+    /// same decoder. Addresses and recorded steps remain. Returns false if pages do not grow in
+    /// place, or if there are states.
     pub(crate) fn empty(&mut self) -> Result<bool> {
-        #[cfg(feature = "cuda")]
-        if self.block.is_some()
-            && let Some(recorded) = &mut self.recorded
-            && recorded.keep_latest()?
-        {
-            self.sequences.clear();
-            self.holders.clear();
-            self.free.clear();
-            self.limit = None;
-            self.shrink(0)?;
-            return Ok(true);
+        if self.block.is_none() || self.has_states {
+            return Ok(false);
         }
-        Ok(false)
+        #[cfg(feature = "cuda")]
+        if let Some(recorded) = &mut self.recorded {
+            recorded.keep_latest()?;
+        }
+        self.sequences.clear();
+        self.holders.clear();
+        self.free.clear();
+        self.limit = None;
+        self.shrink(0)?;
+        Ok(true)
     }
 
     /// Number of positions in a sequence.
@@ -396,8 +399,8 @@ impl PagedCache {
     /// # Errors
     ///
     /// If a sequence is not in the cache, or the device has not enough memory. The cache remains
-    /// valid, and does not grow any more. One that does not grow in place already stops growing
-    /// when the device has too little for half of a growth.
+    /// valid. Once the device has had too little for half of a growth, the cache does not grow any
+    /// more.
     pub fn reserve(&mut self, positions: &[(Option<SequenceId>, usize)]) -> Result<bool> {
         let mut more = PagesAndSlots::default();
         for &(id, new) in positions {
@@ -460,12 +463,9 @@ impl PagedCache {
         if self.grow(wanted).is_ok() || self.grow(middle).is_ok() {
             return Ok(true);
         }
+        // The next growth would be as small, and steps need what is left.
         let grown = self.grow(least);
-        // The next growth would be as small, and a copy of the whole cache again.
-        let copies = self.block.is_none() || self.has_states;
-        if copies || grown.is_err() {
-            self.limit = Some(self.bytes_of(self.allocated()));
-        }
+        self.limit = Some(self.bytes_of(self.allocated()));
         grown.map(|()| true)
     }
 

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables};
+use candle_grpo_kernels::{
+    PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory,
+};
 
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::Routes;
@@ -62,8 +64,7 @@ impl RecordedSteps {
     }
 
     /// Keeps the recordings of the latest sizes, without the memory that they take when they run.
-    /// Returns false if there are none.
-    pub(super) fn keep_latest(&mut self) -> Result<bool> {
+    pub(super) fn keep_latest(&mut self) -> Result<()> {
         let latest = |step: &Step| match step {
             Step::Recorded(step) => Some(step.latest),
             Step::Seen | Step::Refused => None,
@@ -71,12 +72,11 @@ impl RecordedSteps {
         let runs = self.steps.values().filter_map(latest).collect();
         let (Some(oldest), Some(hidden)) = (oldest_of_latest(runs, KEPT_SIZES), &self.hidden)
         else {
-            return Ok(false);
+            return Ok(());
         };
         self.steps
             .retain(|_, step| latest(step).is_some_and(|run| run >= oldest));
-        Recording::release_memory(hidden.device())?;
-        Ok(true)
+        Recording::release_memory(hidden.device())
     }
 
     /// Computes a step's hidden states `[N, H]` after the final norm. `None` if the step must run
@@ -95,10 +95,8 @@ impl RecordedSteps {
             .as_ref()
             .is_some_and(|own| own.is_clone_of(decoder))
         {
-            *self = Self {
-                decoder: Some(decoder.clone()),
-                ..Self::default()
-            };
+            drop(std::mem::take(self));
+            self.decoder = Some(decoder.clone());
         }
         let n = new.rows.len();
         // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
@@ -110,7 +108,8 @@ impl RecordedSteps {
         let rows = repeat_last(new.rows, more);
 
         let tables = StepTables::new(&tokens, &positions, &slots, &rows)?;
-        let step = match self.steps.entry(tables.size()) {
+        let size = tables.size();
+        let step = match self.steps.entry(size) {
             Entry::Vacant(place) => {
                 place.insert(Step::Seen);
                 return Ok(None);
@@ -119,7 +118,7 @@ impl RecordedSteps {
         };
         if let Step::Seen = step {
             let recorded = hidden_rows(&mut self.hidden, decoder, rows.len()).and_then(|hidden| {
-                RecordedStep::new(decoder, cache, hidden, tables.size(), (&slots, &rows))
+                RecordedStep::new(decoder, cache, hidden, size, (&slots, &rows))
             });
             *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
         }
@@ -132,10 +131,27 @@ impl RecordedSteps {
         // SAFETY: the decoder, the inputs and the result are kept. The cache discards the steps
         // when it replaces the pages, and others stay where they are.
         #[allow(unsafe_code)]
-        unsafe {
-            step.recording.run()?;
+        let mut run = || unsafe { step.recording.run() };
+        if run().is_err() {
+            // Tensors of before may have left memory in the pool, from which recordings take none.
+            release_cuda_memory(step.hidden.device())?;
+            if run().is_err() {
+                self.steps.insert(size, Step::Refused);
+                return Ok(None);
+            }
         }
         step.hidden.narrow(0, 0, n).map(Some)
+    }
+}
+
+/// Returns the memory of recordings to the device, which the driver would keep.
+impl Drop for RecordedSteps {
+    fn drop(&mut self) {
+        self.steps.clear();
+        if let Some(hidden) = &self.hidden {
+            // An error of earlier work, which the next call reports.
+            let _ = Recording::release_memory(hidden.device());
+        }
     }
 }
 

@@ -414,8 +414,15 @@ impl LanguageModel for Decoder {
 
     fn gathering(self, parameters: &Parameters) -> Result<Self> {
         let names = [&self.embedding, &self.output].map(|weight| weight.name.as_str());
+        let divided = DividedModel::new(parameters, self.blocks.len(), names);
         Ok(Self {
-            divided: DividedModel::new(parameters, self.blocks.len(), names),
+            // Weights that are gathered have other addresses.
+            #[cfg(feature = "cuda")]
+            identity: match &divided {
+                Some(_) => Arc::default(),
+                None => self.identity,
+            },
+            divided,
             ..self
         })
     }

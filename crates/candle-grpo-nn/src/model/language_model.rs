@@ -81,7 +81,8 @@ pub trait LanguageModel {
     }
 
     /// Like [`Self::decoding`], with a cache from [`Decoding::into_empty_cache`] of an earlier one.
-    /// The provided implementation has no use for it.
+    /// The provided implementation has no use for it. A model whose `decoding` is that of another
+    /// model passes this on as well.
     ///
     /// # Errors
     ///

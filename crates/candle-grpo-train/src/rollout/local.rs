@@ -208,8 +208,9 @@ impl<C: ModelConfig> LocalGenerator<C> {
     /// Sets whether steps on a GPU are recorded, which is several times as fast for small models
     /// ([`Decoding::record_steps`]). By default, they are not.
     ///
-    /// Later calls use the recordings again. Between calls, they take little memory, and there is
-    /// none for keys and values. If a call fails, its recordings are discarded.
+    /// Later calls use the recordings again. Between calls, they take the driver's memory for
+    /// graphs, and there is none for keys and values. If a call fails, its recordings are
+    /// discarded.
     ///
     /// **No other thread may use the GPU** while a generator with recorded steps generates.
     #[must_use]

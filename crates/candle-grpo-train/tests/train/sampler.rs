@@ -12,7 +12,7 @@ use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{Decoder, DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{
     CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, stay_on_cpu,
-    with_failing_allocations,
+    with_failing_allocations, with_failing_calls,
 };
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::rollout::LocalGenerator;
@@ -127,6 +127,30 @@ fn calls_of_a_generator_share_recorded_steps() {
     assert!(third != first);
     drop(sampler);
     assert!(free_memory() >= free);
+}
+
+/// Once, because the pool has the memory, and again, because nothing has.
+#[rstest]
+fn a_recording_without_memory_is_no_error(#[values(1, 2, 5)] failures: u64) {
+    let Some(calls) = RecordedCalls::new() else {
+        return;
+    };
+    let tokens = |drawn: &Drawn| {
+        drawn
+            .iter()
+            .map(|(tokens, _)| tokens.clone())
+            .collect::<Vec<_>>()
+    };
+    for before in [0, 3] {
+        let sampler = calls.sampler();
+        let (first, _) = calls.call(&sampler).unwrap();
+        let call = || calls.call(&sampler);
+        let failing = with_failing_calls(c"cuGraphLaunch", before, failures, call);
+        let (found, failed) = failing.unwrap();
+        // Each size is tried twice.
+        assert!((1..=failures).contains(&failed));
+        assert!(tokens(&found.unwrap().0) == tokens(&first));
+    }
 }
 
 #[test]
