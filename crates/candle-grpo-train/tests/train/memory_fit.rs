@@ -328,6 +328,23 @@ fn main_memory_bounds_the_tokens_of_a_pass() {
     }
 }
 
+/// The bytes of the inputs of layers that can move in [`of_gpu`].
+const INPUTS: usize = 1 << 26;
+
+/// The plan of training on a GPU, on any device.
+fn of_gpu(model: &DecoderConfig, config: &TrainConfig) -> anyhow::Result<MemoryPlan> {
+    let mut plan = MemoryPlan::new(model, config, PROMPT, 0)?;
+    (plan.packed, plan.sampling) = (0, 0);
+    if config.activation_offloading {
+        plan.training = plan.training.saturating_sub(INPUTS);
+        plan.host += INPUTS;
+    }
+    if config.optimizer.memory == StateMemory::Host {
+        plan.host += std::mem::take(&mut plan.optimizer);
+    }
+    Ok(plan)
+}
+
 /// If one change is not enough, the inputs of layers move to main memory, and then the optimizer,
 /// as far as there is room.
 #[rstest]
@@ -336,19 +353,7 @@ fn main_memory_bounds_the_tokens_of_a_pass() {
 #[case::optimizer(false, true)]
 fn what_moves_to_main_memory_has_room_there(#[case] inputs: bool, #[case] optimizer: bool) {
     let model = large();
-    let moved: usize = 1 << 26;
-    let plan = |config: &TrainConfig| {
-        let mut plan = MemoryPlan::new(&model, config, PROMPT, 0)?;
-        (plan.packed, plan.sampling) = (0, 0);
-        if config.activation_offloading {
-            plan.training = plan.training.saturating_sub(moved);
-            plan.host += moved;
-        }
-        if config.optimizer.memory == StateMemory::Host {
-            plan.host += std::mem::take(&mut plan.optimizer);
-        }
-        Ok(plan)
-    };
+    let plan = |config: &TrainConfig| of_gpu(&model, config);
     let run = TrainConfig {
         prompts_per_step: 16,
         mini_batch_size: None,
@@ -386,19 +391,7 @@ fn inputs_of_layers_move_to_main_memory_before_the_optimizer(
     #[values(false, true)] is_checkpointed: bool,
 ) {
     let model = large();
-    let moved = 1 << 30;
-    let plan = |config: &TrainConfig| {
-        let mut plan = MemoryPlan::new(&model, config, PROMPT, 0)?;
-        plan.packed = 0;
-        if config.activation_offloading {
-            plan.training -= moved;
-            plan.host += moved;
-        }
-        if config.optimizer.memory == StateMemory::Host {
-            plan.host += std::mem::take(&mut plan.optimizer);
-        }
-        Ok(plan)
-    };
+    let plan = |config: &TrainConfig| of_gpu(&model, config);
     let run = TrainConfig {
         activation_checkpointing: is_checkpointed.into(),
         micro_batch_tokens: Some(320.into()),
@@ -411,7 +404,7 @@ fn inputs_of_layers_move_to_main_memory_before_the_optimizer(
     };
     let fit = MemoryFit {
         bytes: plan(&offloaded).unwrap().peak(),
-        host_bytes: Some(if has_room { moved } else { moved - 1 }),
+        host_bytes: Some(if has_room { INPUTS } else { INPUTS - 1 }),
         model: &model,
         prompt_tokens: PROMPT,
         plan: &plan,
