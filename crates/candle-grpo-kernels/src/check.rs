@@ -106,11 +106,16 @@ pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> 
             sum.dtype()
         );
     }
-    if !sum.is_contiguous() {
+    contiguous(name, sum)
+}
+
+/// Fails unless `x`, which is written in place, is contiguous.
+pub(crate) fn contiguous(name: &str, x: &Tensor) -> Result<()> {
+    if !x.is_contiguous() {
         bail!(
             "{name}: shape {:?} with the strides {:?}, must be contiguous",
-            sum.dims(),
-            sum.stride()
+            x.dims(),
+            x.stride()
         );
     }
     Ok(())

@@ -1,12 +1,13 @@
-//! Matrix products with cuBLAS and f32 results. Candle's products return the dtype of their
-//! operands.
+//! Matrix products with cuBLAS that add to a sum, or have f32 results. Candle's products return the
+//! dtype of their operands.
 
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::cublas::result::gemm_strided_batched_ex;
 use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t,
 };
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
-use candle_core::{Error, Result, Storage, Tensor, bail};
+use candle_core::{DType, Error, Result, Storage, Tensor, bail};
 
 use super::argument::Argument;
 use super::in_place::write;
@@ -25,12 +26,12 @@ pub(crate) struct Matrix<'a, T> {
 ///
 /// The pointers must cover as many elements as the sizes require.
 #[allow(unsafe_code)]
-pub(crate) unsafe fn matmul<T: CudaElement>(
+pub(crate) unsafe fn matmul<T: CudaElement, C: CudaElement>(
     device: &CudaDevice,
     sizes: [usize; 3],
     a: &Matrix<T>,
     b: &Matrix<T>,
-    c: &Out<f32>,
+    c: &Out<C>,
     is_added: bool,
 ) -> Result<()> {
     // SAFETY: the caller's promise, for one product.
@@ -124,8 +125,8 @@ pub(crate) unsafe fn products<T: CudaElement, C: CudaElement>(
     .map_err(Error::wrap)
 }
 
-/// Computes `c = a b`, or `c += a b` if `is_added`, for nonempty matrices. `c` is f32 and
-/// contiguous.
+/// Computes `c = a b`, or `c += a b` if `is_added`, for nonempty matrices. `c` is contiguous, and
+/// f32 or in the dtype of `a`.
 pub(crate) fn product(a: &Tensor, b: &Tensor, c: &Tensor, is_added: bool) -> Result<()> {
     let ((m, k), n) = (a.dims2()?, b.dim(1)?);
     let ((a, is_a_transposed), (b, is_b_transposed)) = (rows(a)?, rows(b)?);
@@ -145,11 +146,16 @@ pub(crate) fn product(a: &Tensor, b: &Tensor, c: &Tensor, is_added: bool) -> Res
                 elements: In::<T>::from_tensor(&b, &stream)?,
                 is_transposed: is_b_transposed,
             };
-            let c = Out::<f32>::in_place(c, layout, &stream)?;
             // SAFETY: the sizes match the tensors.
             #[allow(unsafe_code)]
             unsafe {
-                matmul(&device, [m, k, n], &a, &b, &c, is_added)?;
+                if c.dtype() == DType::F32 {
+                    let c = Out::<f32>::in_place(c, layout, &stream)?;
+                    matmul(&device, [m, k, n], &a, &b, &c, is_added)?;
+                } else {
+                    let c = Out::<T>::in_place(c, layout, &stream)?;
+                    matmul(&device, [m, k, n], &a, &b, &c, is_added)?;
+                }
             }
         });
         Ok(())

@@ -34,6 +34,16 @@ proptest! {
             prop_assert_eq!(product.dtype(), dtype);
             let exact = (&expected - &start)?;
             assert_close(&numbers(&product)?, &numbers(&exact)?, 20.0 * rounding(dtype));
+            // A sum in the dtype of the product is rounded once: as exact as the start in f32.
+            let narrow = start.to_dtype(dtype)?;
+            let [wide, narrow] = [narrow.to_dtype(arithmetic_dtype(dtype))?, narrow].map(|sum| {
+                let sum = sum.copy()?.to_device(device)?;
+                add_matmul(&sum, &a.to_device(device)?, &b.to_device(device)?)?;
+                sum.to_device(&Device::Cpu)
+            });
+            let narrow = narrow?;
+            prop_assert_eq!(narrow.dtype(), dtype);
+            prop_assert_eq!(numbers(&narrow)?, numbers(&wide?.to_dtype(dtype)?)?);
         }
     }
 }
@@ -49,8 +59,8 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     let half = b.to_dtype(DType::F16)?;
     assert!(message(matmul(&a, &half)).contains("b: F16"));
     assert!(message(add_matmul(&sum, &a, &half)).contains("b: F16"));
-    let halves = add_matmul(&sum.to_dtype(DType::F16)?, &a.to_dtype(DType::F16)?, &half);
-    assert!(message(halves).contains("sum: F16, must be F32"));
+    let halves = add_matmul(&sum.to_dtype(DType::BF16)?, &a.to_dtype(DType::F16)?, &half);
+    assert!(message(halves).contains("sum: BF16, must be F32"));
     assert!(message(add_matmul(&zeros((4, 2))?.t()?, &a, &b)).contains("must be contiguous"));
     let square = zeros((3, 3))?;
     let shared = message(add_matmul(&square, &square, &square));

@@ -1,7 +1,7 @@
 //! Linear maps, with an optional bias and low-rank adapter.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_kernels::{add, add_bias, add_matmul, linear_rows, matmul};
+use candle_grpo_kernels::{add_bias, add_matmul, linear_rows, matmul};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::{MapPlan, MapsPlan};
@@ -339,14 +339,11 @@ pub(crate) fn shares_memory(a: &Tensor, b: &Tensor) -> bool {
     a.dtype() == b.dtype() && place(a) == place(b)
 }
 
-/// Computes `sum + a b`, in place if the dtype of `sum` supports accumulation.
+/// Computes `sum + a b`, in place.
 fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    match sum {
-        None => matmul(a, b),
-        Some(sum) if matches!(sum.dtype(), DType::F32 | DType::F64) => {
-            add_matmul(&sum, a, b)?;
-            Ok(sum)
-        }
-        Some(sum) => add(&sum, &matmul(a, b)?),
-    }
+    let Some(sum) = sum else {
+        return matmul(a, b);
+    };
+    add_matmul(&sum, a, b)?;
+    Ok(sum)
 }

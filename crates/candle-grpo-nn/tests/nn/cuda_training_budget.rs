@@ -45,10 +45,10 @@ fn micro_batch(family: Family, layers: usize, shares_prefixes: bool) -> Result<C
 }
 
 #[rstest]
-#[case::whole_sequences(Family::Qwen3, false, 32)]
-#[case::shared_prefixes(Family::Qwen3, true, 44)]
-#[case::biases_of_the_attention(Family::Qwen2, false, 26)]
-#[case::biases_of_all_maps(Family::LlamaWithBiases, false, 33)]
+#[case::whole_sequences(Family::Qwen3, false, 29)]
+#[case::shared_prefixes(Family::Qwen3, true, 41)]
+#[case::biases_of_the_attention(Family::Qwen2, false, 23)]
+#[case::biases_of_all_maps(Family::LlamaWithBiases, false, 30)]
 fn a_layer_of_training_keeps_its_budget_of_driver_calls(
     #[case] family: Family,
     #[case] shares_prefixes: bool,

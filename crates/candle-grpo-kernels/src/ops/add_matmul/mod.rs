@@ -12,12 +12,12 @@ use crate::{check, path};
 ///
 /// Tensors that share memory with `sum` change too. The result does not depend on the number of
 /// cores. On the CPU, bf16 and f16 are multiplied in f32, except that processors with `avx512_bf16`
-/// multiply bf16 directly.
+/// multiply bf16 directly. A `sum` in bf16 or f16 is added in f32 and rounded once.
 ///
 /// # Shapes
 ///
 /// - `a`: `[M, K]`, `b`: `[K, N]`, with the same float dtype and any layout
-/// - `sum`: `[M, N]`, contiguous, f32 (f64 for f64)
+/// - `sum`: `[M, N]`, contiguous, with the same dtype, or f32 for bf16 and f16
 ///
 /// # Errors
 ///
@@ -103,7 +103,10 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 pub(crate) fn check(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     check::float("a", a)?;
     check::same_dtype("b", b, "a", a)?;
-    check::accumulator("sum", sum, a.dtype())?;
+    if sum.dtype() != a.dtype() {
+        check::accumulator("sum", sum, a.dtype())?;
+    }
+    check::contiguous("sum", sum)?;
     let fits = match (sum.dims(), a.dims(), b.dims()) {
         (&[m, n], &[rows, k], &[inner, columns]) => (m, n, k) == (rows, columns, inner),
         _ => false,
