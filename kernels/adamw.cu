@@ -16,15 +16,15 @@ constexpr int BYTES = NUMBERS + 4;
 constexpr int WARPS = THREADS / 32;
 constexpr int LANE_NUMBERS = NUMBERS / 32;
 
-// A parameter in the list. The gradient is f32 or has the parameter's dtype. Moments in blocks of
-// codes store their addresses in place of the floats'.
+// A parameter in the list. Moments in blocks of codes store their addresses in place of the
+// floats'.
 struct Parameter {
     void *parameter;
     float *master, *average, *square;
     const void *gradient;
     uint64_t n;
     uint32_t first_block;
-    // The Dtype of the parameter, 4 more if the gradient has it too, and 8 more if a bf16 parameter
+    // The Dtype of the parameter, four times that of the gradient, and 16 more if a bf16 parameter
     // is rounded at random.
     uint32_t dtypes;
     // Weight decay factor.
@@ -33,8 +33,14 @@ struct Parameter {
     // The key of the random numbers, and the number of eights of elements before the first one.
     uint64_t key, eight;
 
-    __device__ __forceinline__ bool has_gradient_of_its_dtype() const { return dtypes & 4; }
-    __device__ __forceinline__ bool is_rounded_at_random() const { return dtypes & 8; }
+    __device__ __forceinline__ bool is_rounded_at_random() const { return dtypes & 16; }
+
+    // Calls `of` with null pointers in the types of the parameter and of the gradient.
+    template <typename Of> __device__ __forceinline__ void with_dtypes(Of of) const {
+        with_dtype(dtypes % 4, [&](auto *parameter) {
+            with_dtype(dtypes / 4 % 4, [&](auto *gradient) { of(parameter, gradient); });
+        });
+    }
 };
 static_assert(sizeof(Parameter) == 80, "a row has 10 words");
 
@@ -147,10 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const Parameter row = row_of_block<Parameter>(list, count);
     const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction,
                        number};
-    with_dtype(row.dtypes % 4, [&](auto *of) {
-        using P = std::remove_pointer_t<decltype(of)>;
-        if (row.has_gradient_of_its_dtype()) update_chunk<P, P>(row, step);
-        else update_chunk<P, float>(row, step);
+    row.with_dtypes([&](auto *parameter, auto *gradient) {
+        update_chunk<std::remove_pointer_t<decltype(parameter)>, std::remove_pointer_t<decltype(gradient)>>(row, step);
     });
 }
 
@@ -265,9 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const Parameter row = row_of_block<Parameter>(list, count);
     const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction,
                        number};
-    with_dtype(row.dtypes % 4, [&](auto *of) {
-        using P = std::remove_pointer_t<decltype(of)>;
-        if (row.has_gradient_of_its_dtype()) update_block<P, P>(row, numbers, step);
-        else update_block<P, float>(row, numbers, step);
+    row.with_dtypes([&](auto *parameter, auto *gradient) {
+        update_block<std::remove_pointer_t<decltype(parameter)>, std::remove_pointer_t<decltype(gradient)>>(row, numbers, step);
     });
 }

@@ -13,8 +13,9 @@ use candle_grpo_kernels::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::Sharding;
+use super::gradients::beside;
 use super::reduction::Sums;
+use super::{GradientDType, Sharding};
 use crate::weights::check::check_names;
 use crate::weights::parameters::copy_into;
 use crate::weights::safetensors_writer::{self, LazyTensor};
@@ -45,6 +46,9 @@ pub struct AdamWConfig {
     /// The dtype of the weights that the steps add up in: `f32`, or `bf16` with stochastic
     /// rounding.
     pub master_weights: MasterWeights,
+    /// The dtype of the gradient sums of the matrices in a decoder's layers: `f32`, or `bf16`. A
+    /// trainer sums in it, see [`Gradients::with_dtype`].
+    pub gradient_dtype: GradientDType,
     /// The memory with the state, and with the f32 weights beside bf16 or f16: that of the
     /// `device`, or of the `host`, whose CPU then makes the steps.
     pub memory: StateMemory,
@@ -84,6 +88,7 @@ impl Default for AdamWConfig {
             decay: DecayRule::default(),
             state: StateForm::default(),
             master_weights: MasterWeights::default(),
+            gradient_dtype: GradientDType::default(),
             memory: StateMemory::default(),
         }
     }
@@ -568,14 +573,16 @@ impl AdamW {
             let master = parameters.master(name);
             let master = master.map(|master| shard.kept_parts(master, elements));
             let [first, rest] = gradients.parts(shard, name)?;
-            let dtype = arithmetic_dtype(moments.dtype);
             let part = Part {
                 master: master.transpose()?,
                 parameter: match parameters.own(name) {
                     Some(own) => shard.kept_parts(&own, elements)?,
                     None => shard.own(parameter, elements)?,
                 },
-                gradient: [first.to_dtype(dtype)?, rest.to_dtype(dtype)?],
+                gradient: [
+                    beside(moments.dtype, &first)?,
+                    beside(moments.dtype, &rest)?,
+                ],
                 average: shard.kept_parts(&moments.average, elements)?,
                 square: shard.kept_parts(&moments.square, elements)?,
                 first: shard.ranges(elements).map(|range| range.start),
@@ -635,7 +642,7 @@ impl AdamW {
         Ok(Inputs {
             parameter: parameter.as_detached_tensor(),
             master: master.map(|master| master.detach()),
-            gradient: gradient.to_dtype(arithmetic_dtype(variable.dtype()))?,
+            gradient: beside(variable.dtype(), gradient)?,
             weight_decay: self.weight_decay(name, variable),
         })
     }

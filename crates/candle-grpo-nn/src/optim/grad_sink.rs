@@ -5,6 +5,7 @@ use candle_grpo_kernels::{
     add_bias_gradient, add_embedding_gradient, add_matmul, arithmetic_dtype, matmul,
 };
 
+use super::gradients::beside;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::reduction::Reduction;
 use crate::{Gradients, Parameters};
@@ -12,7 +13,8 @@ use crate::{Gradients, Parameters};
 /// Adds gradients for trained weights to [`Gradients`], in place. It does not compute gradients for
 /// other weights.
 ///
-/// A new sum has its variable's dtype, f32 or f64, whatever the pass computes in.
+/// A new sum is f32, or f64 for f64, whatever the pass computes in. That of a product may be in
+/// the dtype of the [gradients](crate::optim::GradientDType).
 pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
@@ -73,13 +75,19 @@ impl<'a> GradSink<'a> {
         a: &Tensor,
         b: &Tensor,
     ) -> Result<()> {
+        let Some(variable) = self.trained.get(&weight.name) else {
+            return Ok(());
+        };
+        let wide = arithmetic_dtype(a.dtype());
         let is_first = self.gradients.get(&weight.name).is_none();
-        if is_first && matches!(a.dtype(), DType::F32 | DType::F64) {
-            // The product itself is the sum. In bf16 or f16 it would be rounded.
-            return self.add(weight, || a.matmul(b));
+        let is_sum = self.gradients.sum_dtype(a.dtype()) == a.dtype();
+        if is_first && is_sum && arithmetic_dtype(variable.dtype()) == wide {
+            // The product itself is the sum. In another dtype it would be rounded.
+            self.gradients.insert(&weight.name, matmul(a, b)?);
+            return Ok(());
         }
         match self.sum(weight)? {
-            Some(sum) if sum.dtype() == arithmetic_dtype(a.dtype()) => add_matmul(sum, a, b),
+            Some(sum) if [a.dtype(), wide].contains(&sum.dtype()) => add_matmul(sum, a, b),
             Some(_) => self.add(weight, || matmul(a, b)),
             None => Ok(()),
         }
@@ -93,7 +101,7 @@ impl<'a> GradSink<'a> {
         gradient: &Tensor,
     ) -> Result<()> {
         match self.sum(weight)? {
-            Some(sum) => add_embedding_gradient(sum, ids, &addend(sum, gradient)?),
+            Some(sum) => add_embedding_gradient(sum, ids, &beside(sum.dtype(), gradient)?),
             None => Ok(()),
         }
     }
@@ -101,7 +109,7 @@ impl<'a> GradSink<'a> {
     /// Adds the row sum of `gradient` if `bias` trains.
     pub(crate) fn add_bias(&mut self, bias: &NamedWeight, gradient: &Tensor) -> Result<()> {
         match self.sum(bias)? {
-            Some(sum) => add_bias_gradient(sum, &addend(sum, gradient)?),
+            Some(sum) => add_bias_gradient(sum, &beside(sum.dtype(), gradient)?),
             None => Ok(()),
         }
     }
@@ -127,14 +135,5 @@ impl<'a> GradSink<'a> {
             })?;
         }
         Ok(self.gradients.get(&weight.name))
-    }
-}
-
-/// Returns `gradient` in a dtype that can be added to `sum`: unchanged, unless either is f64.
-fn addend(sum: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-    if sum.dtype() == arithmetic_dtype(gradient.dtype()) {
-        Ok(gradient.clone())
-    } else {
-        gradient.to_dtype(sum.dtype())
     }
 }

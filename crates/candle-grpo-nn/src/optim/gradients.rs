@@ -11,14 +11,37 @@ use candle_grpo_kernels::{
 };
 
 use super::reduction::{BUCKET, Kept, Reduction, Sums};
+use serde::{Deserialize, Serialize};
+
 use crate::Parameters;
 use crate::weights::shard::Shard;
+
+/// The dtype of the [sums of gradients](Gradients) of the matrices in a decoder's layers.
+///
+/// Other gradients are always summed in f32: those of the embedding, the output layer, biases and
+/// norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum GradientDType {
+    /// f32: 4 bytes a parameter.
+    #[default]
+    F32,
+    /// bf16: 2 bytes a parameter, in a pass that computes in bf16. Products are added in f32, and
+    /// each sum is rounded once for each micro-batch, to the nearest number.
+    ///
+    /// Choose it where f32 does not fit. An optimizer step should have at most some hundred
+    /// micro-batches: what is below 1/512 of a sum is lost.
+    Bf16,
+}
 
 /// One gradient per variable, summed over micro-batches.
 ///
 /// The gradients are detached. Candle's own `GradStore` would keep the forward graph alive.
 #[derive(Debug, Default)]
 pub struct Gradients {
+    /// The dtype of sums of matrix products.
+    dtype: GradientDType,
     /// The reduction over all ranks that the current backward pass feeds. Dropped before the
     /// gradients that it sums.
     reduction: Option<Reduction>,
@@ -33,9 +56,39 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Creates an empty set.
+    /// Creates an empty set. All sums will be f32, or f64 for f64.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Creates an empty set in which the sums for matrices in a decoder's layers will be in
+    /// `dtype`.
+    ///
+    /// ```
+    /// use candle_grpo_nn::Gradients;
+    /// use candle_grpo_nn::optim::GradientDType;
+    ///
+    /// let gradients = Gradients::with_dtype(GradientDType::Bf16);
+    /// assert!(gradients.is_empty());
+    /// ```
+    pub fn with_dtype(dtype: GradientDType) -> Self {
+        Self {
+            dtype,
+            ..Self::default()
+        }
+    }
+
+    /// The dtype of the sum of products of `dtype`.
+    pub(crate) fn sum_dtype(&self, dtype: DType) -> DType {
+        match (self.dtype, dtype) {
+            (GradientDType::Bf16, DType::BF16) => DType::BF16,
+            _ => arithmetic_dtype(dtype),
+        }
+    }
+
+    /// Stores the first gradient for this name as its sum.
+    pub(crate) fn insert(&mut self, name: &str, gradient: Tensor) {
+        self.by_name.insert(name.to_owned(), gradient);
     }
 
     /// Runs backward from `loss`, a tensor with one element, and adds every variable's gradient.
@@ -95,8 +148,8 @@ impl Gradients {
         Ok(store)
     }
 
-    /// Adds a gradient that was computed without Candle's `backward`, in any float dtype. Sums are
-    /// f32, or f64 if the first gradient with that name is f64.
+    /// Adds a gradient that was computed without Candle's `backward`, in any float dtype. A new sum
+    /// is f32, or f64 if the gradient is f64.
     ///
     /// The first gradient for a name is stored without a copy if it already has the sum's dtype.
     /// Later ones may then be added to it in place.
@@ -108,9 +161,7 @@ impl Gradients {
         };
         let gradient = gradient.detach().to_dtype(dtype)?.contiguous()?;
         match sum {
-            None => {
-                self.by_name.insert(name.to_owned(), gradient);
-            }
+            None => self.insert(name, gradient),
             Some(sum) if sum.dims() == gradient.dims() => *sum = (&*sum + gradient)?,
             Some(sum) => bail!(
                 "gradient of {name}: shape {:?}, must be that of the earlier one, {:?}",
@@ -368,6 +419,17 @@ impl Gradients {
         self.shard = None;
         self.by_name.clear();
         self.kept.clear();
+    }
+}
+
+/// Returns `gradient` in a dtype that operators take together with `dtype`: unchanged, unless one
+/// of them is f64.
+pub(super) fn beside(dtype: DType, gradient: &Tensor) -> Result<Tensor> {
+    let wide = arithmetic_dtype(dtype);
+    if arithmetic_dtype(gradient.dtype()) == wide {
+        Ok(gradient.clone())
+    } else {
+        gradient.to_dtype(wide)
     }
 }
 

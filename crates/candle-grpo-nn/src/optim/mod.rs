@@ -7,6 +7,6 @@ pub(crate) mod reduction;
 mod sharding;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule, MasterWeights, StateForm, StateMemory};
-pub use gradients::Gradients;
+pub use gradients::{GradientDType, Gradients};
 pub use reduction::BUCKET_BYTES;
 pub use sharding::Sharding;

@@ -1,6 +1,7 @@
 //! CUDA driver calls per layer in training, as counted by the emulated GPU.
 
 use candle_core::{DType, Result};
+use candle_grpo_nn::optim::GradientDType;
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel,
     PackedTokens,
@@ -136,16 +137,29 @@ fn offloaded_inputs_leave_the_gpu_and_nothing_waits_for_them() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn an_optimizer_step_has_one_launch_for_all_parameters() -> Result<()> {
+/// With the sums of gradients in f32, and those in the layers in bf16, in half of the memory.
+#[rstest]
+fn an_optimizer_step_has_one_launch_for_all_parameters(
+    #[values(GradientDType::F32, GradientDType::Bf16)] dtype: GradientDType,
+) -> Result<()> {
     let config = Family::Qwen3.config(true);
     let parameters = lively(&config)?;
-    let (_, copies) = parameters.copied_var_builder(DType::BF16)?;
+    let (vb, copies) = parameters.copied_var_builder(DType::BF16)?;
+    let decoder = Decoder::new(&config, vb)?;
     let mut optimizer = AdamW::new(AdamWConfig::default(), &parameters)?;
-    let mut gradients = Gradients::new();
-    for (name, variable) in parameters.iter() {
-        gradients.add(name, &variable.as_detached_tensor().copy()?)?;
+    let tokens = PackedTokens::new(&[vec![1, 2, 3, 4]], device())?;
+    let mut gradients = Gradients::with_dtype(dtype);
+    let bytes_in_use = || {
+        // The second peak starts with what is in use.
+        cuda_peak_bytes();
+        cuda_peak_bytes()
+    };
+    let without = bytes_in_use();
+    {
+        let (hidden, recorded) = decoder.record(&tokens)?;
+        recorded.backward(&hidden, &parameters, &mut gradients)?;
     }
+    let with = bytes_in_use();
     let before = CudaCalls::now();
     let (_, factor) = gradients.clip_factor(1.0)?;
     optimizer.scaled_step(&parameters, &gradients, factor, &copies)?;
@@ -160,5 +174,13 @@ fn an_optimizer_step_has_one_launch_for_all_parameters() -> Result<()> {
     assert_eq!(step.copies_to_device, 2, "{step:?}");
     assert_eq!(step.copies_to_host, 1, "{step:?}");
     assert_eq!(step.memsets, 0, "{step:?}");
+
+    let bytes = gradients.iter().map(|(name, gradient)| {
+        let is_rounded = name.starts_with("model.layers.") && gradient.dims().len() == 2;
+        let is_rounded = is_rounded && dtype == GradientDType::Bf16;
+        gradient.elem_count() as u64 * if is_rounded { 2 } else { 4 }
+    });
+    let taken = with.zip(without).map(|(with, without)| with - without);
+    assert_eq!(taken, Some(bytes.sum()));
     Ok(())
 }

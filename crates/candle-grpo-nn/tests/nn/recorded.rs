@@ -1,6 +1,7 @@
 //! The recorded backward pass, compared with Candle's graph.
 
 use candle_core::{DType, Result, Tensor, Var};
+use candle_grpo_nn::optim::GradientDType;
 use candle_grpo_nn::{
     ActivationCheckpointing, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig,
     PackedTokens, Parameters,
@@ -175,6 +176,54 @@ fn recorded_gradients_of_micro_batches_add_up() -> Result<()> {
         let distance = max_difference(sum.get(name).expect("a gradient"), &(gradient * 3.0)?)?;
         assert!(distance < 1e-5, "{name}: {distance}");
     }
+    Ok(())
+}
+
+/// Three equal micro-batches: each sum is rounded three times, to within 1/256 of itself.
+#[rstest]
+fn gradient_sums_in_bf16_are_near_those_in_f32(
+    #[values(
+        Family::Qwen3,
+        Family::LlamaWithBiases,
+        Family::Qwen3Moe,
+        Family::Qwen3_5
+    )]
+    family: Family,
+) -> Result<()> {
+    let model = family.config(false);
+    let parameters = lively(&model)?;
+    let (ids, mask) = left_padded()?;
+    let (vb, _copies) = parameters.copied_var_builder(DType::BF16)?;
+    let decoder = Decoder::new(&model, vb)?;
+    let sums = |dtype| {
+        let mut sums = Gradients::with_dtype(dtype);
+        for _ in 0..3 {
+            add_recorded(&decoder, &parameters, &ids, &mask, false, &mut sums)?;
+        }
+        Ok::<_, candle_core::Error>(sums)
+    };
+    let (exact, rounded) = (sums(GradientDType::F32)?, sums(GradientDType::Bf16)?);
+    assert_eq!(exact.iter().count(), rounded.iter().count());
+    let mut differ = false;
+    for ((name, exact), (_, rounded)) in exact.iter().zip(rounded.iter()) {
+        // Weights of convolutions have three dimensions.
+        let is_in_layers = name.starts_with("model.layers.") && exact.dims().len() == 2;
+        let expected = if is_in_layers {
+            DType::BF16
+        } else {
+            DType::F32
+        };
+        assert_eq!(rounded.dtype(), expected, "{name}");
+        assert_eq!(exact.dtype(), DType::F32, "{name}");
+        let largest = max_difference(exact, &exact.zeros_like()?)?;
+        let distance = max_difference(&rounded.to_dtype(DType::F32)?, exact)?;
+        assert!(
+            distance <= largest / 128.0,
+            "{name}: {distance} of {largest}"
+        );
+        differ |= distance > 0.0;
+    }
+    assert!(differ);
     Ok(())
 }
 

@@ -16,7 +16,7 @@ use candle_grpo_loss::{
     linear_policy_loss_of_part, sum_of_squared_probs,
 };
 use candle_grpo_nn::model::ExpertBalance;
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateMemory};
+use candle_grpo_nn::optim::{GradientDType, MasterWeights, Sharding, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamW, AdamWConfig, BaseWeights, ComputeCopies, ComputeDType, Decoder,
     DecoderConfig, DividedModel, Gradients, Held, LanguageModel, Lora, ModelConfig, Parameters,
@@ -161,7 +161,7 @@ impl<M: LanguageModel> Actor<M> {
         config: ActorConfig,
         ranks: (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
-        ensure_master_weights(&config.optimizer, config.compute_dtype, false)?;
+        ensure_dtypes(&config.optimizer, config.compute_dtype, false)?;
         let parameters = match (config.optimizer.master_weights, parameters.dtype()) {
             (MasterWeights::F32, _) | (_, DType::BF16) => parameters,
             (MasterWeights::Bf16, _) => parameters.to_dtype(DType::BF16)?,
@@ -218,7 +218,7 @@ impl<M: LanguageModel> Actor<M> {
             .context("adapters: given, must be absent for a custom model")?;
         adapters.config().validate(decoder).context("adapters")?;
         ensure_balanced(decoder, &config)?;
-        ensure_master_weights(&config.optimizer, config.compute_dtype, true)?;
+        ensure_dtypes(&config.optimizer, config.compute_dtype, true)?;
         let dtype = config.compute_dtype;
         let parameters = parameters.frozen_as(decoder, BaseWeights::Stored, dtype.into())?;
         let (vb, copies) = detached_weights(&parameters, Some(&adapters), dtype)?;
@@ -733,28 +733,41 @@ fn ensure_f32(config: &ActorConfig) -> Result<()> {
     )?)
 }
 
-/// Checks that master weights in bf16 are the weights that the policy computes in.
-pub(crate) fn ensure_master_weights(
+/// The options of an optimizer that are bf16, of those that may be f32 or bf16.
+pub(crate) fn in_bf16(optimizer: &AdamWConfig) -> impl Iterator<Item = &'static str> {
+    let AdamWConfig {
+        master_weights,
+        gradient_dtype,
+        ..
+    } = optimizer;
+    let options = [
+        ("master_weights", *master_weights == MasterWeights::Bf16),
+        ("gradient_dtype", *gradient_dtype == GradientDType::Bf16),
+    ];
+    options
+        .into_iter()
+        .filter_map(|(option, is_bf16)| is_bf16.then_some(option))
+}
+
+/// Checks that an optimizer with master weights or gradient sums in bf16 trains all weights of a
+/// policy that computes in bf16.
+pub(crate) fn ensure_dtypes(
     optimizer: &AdamWConfig,
     compute_dtype: ComputeDType,
     has_adapters: bool,
 ) -> Result<()> {
-    if optimizer.master_weights == MasterWeights::F32 {
-        return Ok(());
+    for option in in_bf16(optimizer) {
+        let field = format!("optimizer.{option}");
+        let must = "be f32 with adapters, which are small";
+        check::check(!has_adapters, &field, "bf16", must)?;
+        let valid = compute_dtype == ComputeDType::Bf16;
+        let must = format!(
+            "be f32 unless compute_dtype is bf16; it is {}",
+            Name(&compute_dtype)
+        );
+        check::check(valid, &field, "bf16", &must)?;
     }
-    let field = "optimizer.master_weights";
-    check::check(
-        !has_adapters,
-        field,
-        "bf16",
-        "be f32 with adapters, which are small",
-    )?;
-    let valid = compute_dtype == ComputeDType::Bf16;
-    let must = format!(
-        "be f32 unless compute_dtype is bf16; it is {}",
-        Name(&compute_dtype)
-    );
-    Ok(check::check(valid, field, "bf16", &must)?)
+    Ok(())
 }
 
 /// Checks the settings of an optimizer in host memory.

@@ -24,7 +24,7 @@ impl GradientDescent {
         (collective, sharding): (&Arc<dyn Collective>, Sharding),
     ) -> Result<Self> {
         Ok(Self {
-            gradients: Gradients::new(),
+            gradients: Gradients::with_dtype(config.gradient_dtype),
             optimizer: AdamW::sharded(config, trained, collective, sharding)?,
         })
     }

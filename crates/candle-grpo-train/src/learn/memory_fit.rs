@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_grpo_core::validate::Name;
 use candle_grpo_kernels::cuda_is_enabled;
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
+use candle_grpo_nn::optim::{GradientDType, MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{
     ActivationCheckpointing, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -213,12 +213,14 @@ fn to_host(config: &mut TrainConfig) {
 }
 
 /// Changes of the run itself, from the one that changes it least.
-const CHANGES: [fn(&mut TrainConfig); 5] = [
+const CHANGES: [fn(&mut TrainConfig); 6] = [
     |config| config.optimizer.state = StateForm::Blocks8,
     |config| config.compute_dtype = ComputeDType::Bf16,
     |config| config.optimizer.master_weights = MasterWeights::Bf16,
+    |config| config.optimizer.gradient_dtype = GradientDType::Bf16,
     |config| {
         config.optimizer.master_weights = MasterWeights::F32;
+        config.optimizer.gradient_dtype = GradientDType::F32;
         config.optimizer.memory = StateMemory::Device;
         let all = || LoraConfig::all_linear(16, 32.);
         config.adapters.get_or_insert_with(all);
@@ -236,7 +238,7 @@ fn differences(base: &TrainConfig, changed: &TrainConfig) -> Vec<String> {
 }
 
 /// The settings that a change may name, with their values.
-fn settings(config: &TrainConfig) -> [(&'static str, String); 13] {
+fn settings(config: &TrainConfig) -> [(&'static str, String); 14] {
     let (sampling, optimizer) = (&config.sampling, &config.optimizer);
     let tokens = config.micro_batch_tokens.as_ref();
     let adapters = config.adapters.as_ref();
@@ -272,6 +274,10 @@ fn settings(config: &TrainConfig) -> [(&'static str, String); 13] {
         (
             "optimizer.master_weights",
             Name(&optimizer.master_weights).to_string(),
+        ),
+        (
+            "optimizer.gradient_dtype",
+            Name(&optimizer.gradient_dtype).to_string(),
         ),
         ("adapters", adapters.unwrap_or_else(null)),
         ("base_weights", Name(&config.base_weights).to_string()),

@@ -9,7 +9,9 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
-use candle_grpo_nn::optim::{BUCKET_BYTES, MasterWeights, Sharding, StateForm, StateMemory};
+use candle_grpo_nn::optim::{
+    BUCKET_BYTES, GradientDType, MasterWeights, Sharding, StateForm, StateMemory,
+};
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, DecoderConfig, LoraConfig,
 };
@@ -739,7 +741,10 @@ impl Learning<'_> {
                 self.division.of_weights(bytes)
             }
         };
-        let gradients = 4 * count;
+        let gradients = match self.optimizer.gradient_dtype {
+            GradientDType::F32 => 4 * count,
+            GradientDType::Bf16 => 4 * count - 2 * elements_of_layers(model),
+        };
         // Of one matrix of the vocabulary.
         let vocabulary = 4 * model.vocab_size * model.hidden_size;
         let trains = self.adapters.is_none();
@@ -955,6 +960,14 @@ impl Learner<'_> {
         };
         hidden + loss.max(counted) + distilled
     }
+}
+
+/// The elements of the matrices in the layers.
+fn elements_of_layers(model: &DecoderConfig) -> usize {
+    let shapes = model.parameter_shapes().into_iter();
+    let matrices =
+        shapes.filter(|(name, shape)| name.starts_with(LAYERS) && shape.dims().len() == 2);
+    matrices.map(|(_, shape)| shape.elem_count()).sum()
 }
 
 /// The bytes of the copy of a weight that trains in the dtype of the computation.

@@ -13,7 +13,7 @@ use candle_grpo_core::selection::{SampleFilter, ScoreResampling};
 use candle_grpo_core::validate::{self as check, Name};
 use candle_grpo_loss::surrogate::LossLevel;
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
-use candle_grpo_nn::optim::{MasterWeights, Sharding};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
     ActivationCheckpointing, AdamWConfig, BaseWeights, ComputeDType, LoraConfig, WeightDivision,
 };
@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::actor::{
-    divides_weights, division, ensure_dense, ensure_master_weights, ensure_memory,
-    ensure_offloading, stored_form,
+    divides_weights, division, ensure_dense, ensure_dtypes, ensure_memory, ensure_offloading,
+    in_bf16, stored_form,
 };
 use super::micro_batches::{MicroBatchSize, MicroBatchTokens};
 use super::needs::{Needs, Source, ensure_consistent, keeps_components};
@@ -329,7 +329,7 @@ impl TrainConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
-        ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        ensure_dtypes(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
         ensure_offloading(self.activation_checkpointing, self.activation_offloading)?;
         self.validate_sharding()?;
@@ -642,12 +642,11 @@ impl TrainConfig {
                 critic.validate().map_err(error)?;
                 let optimizer = critic.optimizer.validate();
                 optimizer.map_err(|error| within("critic.optimizer", error.into()))?;
-                check::check(
-                    critic.optimizer.master_weights == MasterWeights::F32,
-                    "critic.optimizer.master_weights",
-                    "bf16",
-                    "be f32, as the critic has no copy in bf16",
-                )?;
+                if let Some(option) = in_bf16(&critic.optimizer).next() {
+                    let field = format!("critic.optimizer.{option}");
+                    let must = "be f32, as the critic computes in f32";
+                    check::check(false, &field, "bf16", must)?;
+                }
                 ensure_memory(&critic.optimizer, false, self.sharding)
                     .map_err(|error| within("critic", error))?;
             }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::ActorConfig;
 use crate::learn::LearningRateSchedule;
 use crate::learn::actor::{
-    division, ensure_dense, ensure_master_weights, ensure_memory, ensure_offloading, stored_form,
+    division, ensure_dense, ensure_dtypes, ensure_memory, ensure_offloading, stored_form,
 };
 use candle_grpo_base::within;
 
@@ -179,7 +179,7 @@ impl SftConfig {
         self.optimizer
             .validate()
             .map_err(|error| within("optimizer", error.into()))?;
-        ensure_master_weights(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
+        ensure_dtypes(&self.optimizer, self.compute_dtype, self.adapters.is_some())?;
         ensure_memory(&self.optimizer, self.adapters.is_some(), self.sharding)?;
         ensure_dense(self.sharding, self.base_weights)?;
         ensure_offloading(self.activation_checkpointing, self.activation_offloading)?;

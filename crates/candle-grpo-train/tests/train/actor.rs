@@ -9,7 +9,7 @@ use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection,
     StepTotals, linear_log_prob,
 };
-use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::optim::{GradientDType, MasterWeights};
 use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
@@ -291,12 +291,15 @@ fn gradients_are_those_of_a_graph(
 }
 
 #[rstest]
-#[case(ComputeDType::Bf16, MasterWeights::F32, 0.06)]
-#[case(ComputeDType::Bf16, MasterWeights::Bf16, 0.06)]
-#[case(ComputeDType::F16, MasterWeights::F32, 0.01)]
+#[case(ComputeDType::Bf16, MasterWeights::F32, GradientDType::F32, 0.06)]
+#[case(ComputeDType::Bf16, MasterWeights::Bf16, GradientDType::F32, 0.06)]
+#[case(ComputeDType::Bf16, MasterWeights::F32, GradientDType::Bf16, 0.06)]
+#[case(ComputeDType::Bf16, MasterWeights::Bf16, GradientDType::Bf16, 0.06)]
+#[case(ComputeDType::F16, MasterWeights::F32, GradientDType::F32, 0.01)]
 fn half_types_compute_and_master_weights_learn(
     #[case] compute_dtype: ComputeDType,
     #[case] master_weights: MasterWeights,
+    #[case] gradient_dtype: GradientDType,
     #[case] near: f32,
 ) {
     let mut full = actor(PolicyLoss::grpo());
@@ -304,6 +307,7 @@ fn half_types_compute_and_master_weights_learn(
     let totals = totals(&batch);
     let optimizer = AdamWConfig {
         master_weights,
+        gradient_dtype,
         ..full.config().optimizer.clone()
     };
     let config = ActorConfig {

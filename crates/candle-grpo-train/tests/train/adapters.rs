@@ -1,5 +1,7 @@
 //! Trains adapters in place of all parameters.
 
+use rstest::rstest;
+
 use crate::common::{
     self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
     trainer, without_seconds,
@@ -10,7 +12,7 @@ use candle_grpo_loss::surrogate::Clip;
 use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyLoss, Recipe, Surrogate, linear_log_prob,
 };
-use candle_grpo_nn::optim::MasterWeights;
+use candle_grpo_nn::optim::{GradientDType, MasterWeights};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, Parameters,
 };
@@ -290,11 +292,17 @@ fn quantized_weights_do_not_train() {
     assert!(error.contains(" is U8, must be F32 to train"), "{error}");
 }
 
-#[test]
-fn bf16_master_weights_are_those_of_the_computation() {
-    let bf16 = |optimizer: &AdamWConfig| AdamWConfig {
-        master_weights: MasterWeights::Bf16,
-        ..optimizer.clone()
+#[rstest]
+#[case::weights("master_weights", |optimizer: &mut AdamWConfig| optimizer.master_weights = MasterWeights::Bf16)]
+#[case::gradients("gradient_dtype", |optimizer: &mut AdamWConfig| optimizer.gradient_dtype = GradientDType::Bf16)]
+fn an_optimizer_in_bf16_is_for_all_weights_of_a_policy_in_bf16(
+    #[case] option: &str,
+    #[case] set: fn(&mut AdamWConfig),
+) {
+    let bf16 = |optimizer: &AdamWConfig| {
+        let mut optimizer = optimizer.clone();
+        set(&mut optimizer);
+        optimizer
     };
     let adapters = config().adapters;
     let plain = TrainConfig {
@@ -319,23 +327,36 @@ fn bf16_master_weights_are_those_of_the_computation() {
     for (config, expected) in [
         (
             config(ComputeDType::F32, None),
-            "optimizer.master_weights: bf16, must be f32 unless compute_dtype is bf16; it is f32",
+            "bf16, must be f32 unless compute_dtype is bf16; it is f32",
         ),
         (
             config(ComputeDType::Bf16, adapters),
-            "optimizer.master_weights: bf16, must be f32 with adapters",
+            "bf16, must be f32 with adapters",
         ),
         (
             with_critic,
-            "critic.optimizer.master_weights: bf16, must be f32",
+            "bf16, must be f32, as the critic computes in f32",
         ),
     ] {
         let error = format!("{:#}", config.validate().unwrap_err());
-        assert!(error.contains(expected), "{error}");
+        let expected = format!("optimizer.{option}: {expected}");
+        assert!(error.contains(&expected), "{error}");
     }
-    // Half of the weights, and no copies.
-    let bytes = |config: &TrainConfig| MemoryPlan::new(&model(), config, 10, 0).unwrap().weights;
-    assert_eq!(3 * bytes(&config(ComputeDType::Bf16, None)), bytes(&plain));
+    let plan = |config: &TrainConfig| MemoryPlan::new(&model(), config, 10, 0).unwrap();
+    let (found, plain) = (plan(&config(ComputeDType::Bf16, None)), plan(&plain));
+    if option == "master_weights" {
+        // Half of the weights, and no copies.
+        assert_eq!(3 * found.weights, plain.weights);
+    } else {
+        let shapes = model().parameter_shapes().into_iter();
+        let in_layers = shapes
+            .filter(|(name, shape)| name.starts_with("model.layers.") && shape.dims().len() == 2);
+        let in_layers = in_layers.map(|(_, shape)| shape.elem_count());
+        assert_eq!(
+            found.gradients + 2 * in_layers.sum::<usize>(),
+            plain.gradients
+        );
+    }
 }
 
 #[test]

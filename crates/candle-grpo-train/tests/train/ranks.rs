@@ -16,7 +16,7 @@ use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{
     Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, TeacherTerm, experimental,
 };
-use candle_grpo_nn::optim::{MasterWeights, Sharding, StateForm, StateMemory};
+use candle_grpo_nn::optim::{GradientDType, MasterWeights, Sharding, StateForm, StateMemory};
 use candle_grpo_nn::{BaseWeights, DecoderConfig, LoraConfig, Parameters};
 use candle_grpo_test_support::{cases, device, on_ranks, stay_on_cpu};
 use candle_grpo_train::learn::{Reference, ReferenceRefresh, TeacherPart};
@@ -637,12 +637,15 @@ fn a_gather_that_fails_ends_the_step(#[case] sharding: Sharding, #[case] least: 
     assert!((least..199).contains(&failed), "{failed}");
 }
 
-#[test]
-fn resident_shards_round_bf16_master_weights_as_a_divided_optimizer() {
+#[rstest]
+fn resident_shards_round_in_bf16_as_a_divided_optimizer(
+    #[values(GradientDType::F32, GradientDType::Bf16)] gradient_dtype: GradientDType,
+) {
     stay_on_cpu();
     let mut config = in_one_micro_batch(config(Recipe::grpo()));
     config.compute_dtype = ComputeDType::Bf16;
     config.optimizer.master_weights = MasterWeights::Bf16;
+    config.optimizer.gradient_dtype = gradient_dtype;
     assert_resident_is_optimizer(&config, |config| parts(digest, config));
 }
 

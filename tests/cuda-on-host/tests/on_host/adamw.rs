@@ -96,22 +96,32 @@ fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     [p.collect(), m, v]
 }
 
+fn rounded<T: WithDType>(numbers: &[f32]) -> Vec<T> {
+    numbers.iter().map(|x| T::from_f64(f64::from(*x))).collect()
+}
+
+/// Returns the kernels' number for the dtypes of a parameter and its gradient.
+fn dtypes<T: WithDType, G: WithDType>() -> u64 {
+    let number = |dtype| {
+        let dtypes = [DType::F32, DType::BF16, DType::F16];
+        let number = dtypes.iter().position(|one| *one == dtype);
+        number.expect("a dtype of the kernel") as u64
+    };
+    number(T::DTYPE) + 4 * number(G::DTYPE)
+}
+
 /// Checks `n` elements, followed by `behind` others in memory, with or without a master, with a
-/// gradient in the dtype of the parameter or in f32.
-fn check<T: WithDType>(
+/// gradient of type G.
+fn check<T: WithDType, G: WithDType>(
     n: usize,
     behind: usize,
     has_master: bool,
-    like: bool,
     tolerance: f64,
 ) -> Result<()> {
     let with_behind = |numbers: &[f64]| -> Vec<f32> {
         let mut numbers: Vec<f32> = numbers.iter().map(|x| *x as f32).collect();
         numbers.resize(n + behind, 7.0);
         numbers
-    };
-    let rounded = |numbers: &[f32]| -> Vec<T> {
-        numbers.iter().map(|x| T::from_f64(f64::from(*x))).collect()
     };
     let wide = |numbers: &[T]| -> Vec<f64> { numbers[..n].iter().map(|x| x.to_f64()).collect() };
     let exact =
@@ -121,9 +131,9 @@ fn check<T: WithDType>(
     let m = with_behind(&noise(n, 2));
     let v = with_behind(&noise(n, 3).iter().map(|x| x * x).collect::<Vec<_>>());
     let g = with_behind(&noise(n, 4));
-    let (p_like, g_like) = (rounded(&p), rounded(&g));
+    let (p_like, g) = (rounded::<T>(&p), rounded::<G>(&g));
     let start = if has_master { exact(&p) } else { wide(&p_like) };
-    let gradient = if like { wide(&g_like) } else { exact(&g) };
+    let gradient: Vec<f64> = g[..n].iter().map(|x| x.to_f64()).collect();
     let [p_exact, m_exact, v_exact] = formula(&start, &exact(&m), &exact(&v), &gradient);
 
     let variable = |x: &[f32]| Var::from_slice(&x[..n], n, &Device::Cpu);
@@ -137,11 +147,7 @@ fn check<T: WithDType>(
         rounding: Rounding::Nearest,
         average: &m_on_cpu,
         square: &v_on_cpu,
-        gradient: &if like {
-            Tensor::from_slice(&g_like[..n], n, &Device::Cpu)?
-        } else {
-            Tensor::from_slice(&g[..n], n, &Device::Cpu)?
-        },
+        gradient: &Tensor::from_slice(&g[..n], n, &Device::Cpu)?,
         weight_decay: WEIGHT_DECAY,
     };
     adamw(&[tensors], &HYPERPARAMETERS)?;
@@ -166,7 +172,7 @@ fn check<T: WithDType>(
         let further: Vec<f32> = p.iter().copied().chain([7.0]).collect();
         let (mut master, mut average, mut square) =
             (Buffer::new(&further), Buffer::new(&m), Buffer::new(&v));
-        let (g, g_like) = (Buffer::new(&g), Buffer::new(&g_like));
+        let g = Buffer::new(&g);
         let master_or_null = if has_master {
             master.as_mut_ptr()
         } else {
@@ -193,30 +199,17 @@ fn check<T: WithDType>(
             ([at(0), 0, at(1), at(2), at(3)], quarter)
         };
         let (addresses, len) = zeros(&mut others[0]);
-        push(addresses, len, 4);
-        let gradient = if like {
-            g_like.as_ptr().addr()
-        } else {
-            g.as_ptr().addr()
-        };
+        push(addresses, len, 0);
         let addresses = [
             parameter.as_mut_ptr().addr(),
             master_or_null.addr(),
             average.as_mut_ptr().addr(),
             square.as_mut_ptr().addr(),
-            gradient,
+            g.as_ptr().addr(),
         ];
-        let dtype = [DType::F32, DType::BF16, DType::F16]
-            .iter()
-            .position(|dtype| *dtype == T::DTYPE)
-            .expect("a dtype of the kernel");
-        push(
-            addresses.map(|x| x as u64),
-            n,
-            dtype as u64 + if like { 4 } else { 0 },
-        );
+        push(addresses.map(|x| x as u64), n, dtypes::<T, G>());
         let (addresses, len) = zeros(&mut others[1]);
-        push(addresses, len, 4);
+        push(addresses, len, 0);
         let list = Buffer::new(&list);
         // SAFETY: the list has the addresses of buffers of n elements.
         unsafe { run(blocks as usize, order, &list, 3, None) };
@@ -237,14 +230,11 @@ fn check<T: WithDType>(
 
 fn check_all<T: WithDType>(tolerance: f64) -> Result<()> {
     for n in [1, 4, 1023, 2048, 9001] {
-        for (behind, has_master, like) in [
-            (0, false, false),
-            (1, true, false),
-            (0, true, true),
-            (2, false, true),
-        ] {
-            check::<T>(n, behind, has_master, like, tolerance)?;
-        }
+        check::<T, f32>(n, 0, false, tolerance)?;
+        check::<T, f32>(n, 1, true, tolerance)?;
+        check::<T, T>(n, 0, true, tolerance)?;
+        check::<T, T>(n, 2, false, tolerance)?;
+        check::<T, bf16>(n, 0, false, tolerance)?;
     }
     Ok(())
 }
@@ -266,18 +256,14 @@ fn assert_close_blocks(found: &[u8], expected: &[u8]) {
     }
 }
 
-fn check_blocks<T: WithDType>(
+fn check_blocks<T: WithDType, G: WithDType>(
     n: usize,
     has_master: bool,
-    like: bool,
     tolerance: f64,
 ) -> Result<()> {
     let single = |numbers: Vec<f64>| numbers.iter().map(|x| *x as f32).collect::<Vec<_>>();
-    let rounded = |numbers: &[f32]| -> Vec<T> {
-        numbers.iter().map(|x| T::from_f64(f64::from(*x))).collect()
-    };
     let (p, g) = (single(noise(n, 1)), single(noise(n, 4)));
-    let (p_like, g_like) = (rounded(&p), rounded(&g));
+    let (p_like, g) = (rounded::<T>(&p), rounded::<G>(&g));
     let bytes = moment_blocks(n).elem_count();
     let cpu = &Device::Cpu;
     let p_on_cpu = Var::from_slice(&p_like, n, cpu)?;
@@ -290,11 +276,7 @@ fn check_blocks<T: WithDType>(
         rounding: Rounding::Nearest,
         average: &m_on_cpu,
         square: &v_on_cpu,
-        gradient: &if like {
-            Tensor::from_slice(&g_like, n, cpu)?
-        } else {
-            Tensor::from_slice(&g, n, cpu)?
-        },
+        gradient: &Tensor::from_slice(&g, n, cpu)?,
         weight_decay: WEIGHT_DECAY,
     };
     // The second step reads the blocks that the first one wrote.
@@ -311,11 +293,7 @@ fn check_blocks<T: WithDType>(
         let mut parameter = Buffer::new(&start);
         let mut master = Buffer::new(&single(master_first.clone()));
         let (mut average, mut square) = (Buffer::new(&m_first), Buffer::new(&v_first));
-        let (g, g_like) = (Buffer::new(&g), Buffer::new(&g_like));
-        let dtype = [DType::F32, DType::BF16, DType::F16]
-            .iter()
-            .position(|dtype| *dtype == T::DTYPE)
-            .expect("a dtype of the kernel") as u64;
+        let g = Buffer::new(&g);
         let list = Buffer::new(&[
             parameter.as_mut_ptr().addr() as u64,
             if has_master {
@@ -325,13 +303,9 @@ fn check_blocks<T: WithDType>(
             },
             average.as_mut_ptr().addr() as u64,
             square.as_mut_ptr().addr() as u64,
-            if like {
-                g_like.as_ptr().addr() as u64
-            } else {
-                g.as_ptr().addr() as u64
-            },
+            g.as_ptr().addr() as u64,
             n as u64,
-            (dtype + if like { 4 } else { 0 }) << 32,
+            dtypes::<T, G>() << 32,
             u64::from((KEEP as f32).to_bits()),
             0,
             0,
@@ -366,11 +340,13 @@ fn check_blocks<T: WithDType>(
 
 fn check_all_blocks<T: WithDType>(tolerance: f64) -> Result<()> {
     for n in [1, 255, 257, 2049, 5000] {
-        for (has_master, like) in [(false, false), (true, true), (false, true), (true, false)] {
-            // An f32 parameter has no master.
-            if !has_master || T::DTYPE != DType::F32 {
-                check_blocks::<T>(n, has_master, like, tolerance)?;
-            }
+        check_blocks::<T, f32>(n, false, tolerance)?;
+        check_blocks::<T, T>(n, false, tolerance)?;
+        check_blocks::<T, bf16>(n, false, tolerance)?;
+        // An f32 parameter has no master.
+        if T::DTYPE != DType::F32 {
+            check_blocks::<T, f32>(n, true, tolerance)?;
+            check_blocks::<T, T>(n, true, tolerance)?;
         }
     }
     Ok(())
@@ -435,7 +411,7 @@ fn check_random(n: usize, first: u64, quantized: bool) -> Result<()> {
             square.as_mut_ptr().addr() as u64,
             g.as_ptr().addr() as u64,
             n as u64,
-            (1 + 8) << 32,
+            (dtypes::<bf16, f32>() + 16) << 32,
             u64::from((KEEP as f32).to_bits()),
             KEY,
             first / 8,

@@ -1,6 +1,6 @@
 //! The CUDA path of [`adamw`](crate::adamw()).
 
-use candle_core::{CudaDevice, DType, Result, Tensor};
+use candle_core::{CudaDevice, Result, Tensor};
 
 use super::moments;
 use super::{AdamWStep, AdamWTensors, Narrow};
@@ -31,7 +31,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
     let stream = device.cuda_stream();
     let gradients = parameters
         .iter()
-        .map(|tensors| gradient(tensors))
+        .map(|tensors| tensors.gradient.contiguous())
         .collect::<Result<Vec<_>>>()?;
     let is_quantized = parameters.iter().any(|tensors| tensors.is_quantized());
     let chunk = if is_quantized { QUANTIZED_CHUNK } else { CHUNK };
@@ -47,11 +47,10 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             of(gradient)?,
             tensors.parameter.elem_count() as u64,
         ];
-        let is_like = gradient.dtype() == dtype;
         let random = tensors.random(step);
         let dtypes = dtype_number(dtype)?
-            + if is_like { 4 } else { 0 }
-            + if random.is_some() { 8 } else { 0 };
+            + 4 * dtype_number(gradient.dtype())?
+            + if random.is_some() { 16 } else { 0 };
         let (key, eight) = random.map_or((0, 0), |random| (random.key, random.eight));
         let keep = Narrow::from(step.coefficients(tensors.weight_decay)).keep;
         let blocks = tensors.parameter.elem_count().div_ceil(chunk);
@@ -112,15 +111,5 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
             number,
         }
         .launch(device, blocks)
-    }
-}
-
-/// Returns the contiguous gradient, in the parameter's dtype or in f32.
-fn gradient(tensors: &AdamWTensors) -> Result<Tensor> {
-    let gradient = tensors.gradient.contiguous()?;
-    if gradient.dtype() == tensors.parameter.dtype() {
-        Ok(gradient)
-    } else {
-        gradient.to_dtype(DType::F32)
     }
 }
