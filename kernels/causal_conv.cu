@@ -462,7 +462,7 @@ __device__ __forceinline__ void step(const T *x, const T *weight, const uint32_t
         else                                                                                                           \
             backward<false, T>({x, weight, before, channels, taps, column}, own_rows, gradient, of_x, parts);          \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)                                                       \
         causal_conv_of_last_rows_##name(const T *x, const T *weight, const T *gradient, const uint32_t *before,       \
                                         const uint32_t *segments, T *of_x, int channels, int taps) {                   \
         const int column = (int)(blockIdx.y * COLUMNS + threadIdx.x * 4);                                              \
