@@ -16,6 +16,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=build.rs");
     // Detects new kernels.
     println!("cargo::rerun-if-changed=kernels");
+    let toolkit = cudaforge::CudaToolkit::detect()?;
+    if !has_blackwell(toolkit.version.as_deref()) {
+        let version = toolkit.version.as_deref().unwrap_or("an unknown version");
+        let nvcc = toolkit.nvcc_path.display();
+        return Err(format!("{nvcc}: CUDA {version}, must be 12.8 or newer").into());
+    }
+    let nvcc = toolkit.nvcc_path;
     // PTX for 8.0 runs on 8.0 and newer.
     cudaforge::KernelBuilder::new()
         .source_files(&sources)
@@ -27,7 +34,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .arg("-std=c++17")
         .build_ptx()?;
 
-    let nvcc = cudaforge::CudaToolkit::detect()?.nvcc_path;
     let mut names: Vec<_> = sources.iter().filter_map(|path| path.file_stem()).collect();
     names.sort();
     std::thread::scope(|scope| {
@@ -50,9 +56,24 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
+/// Compute capabilities with machine code. A GPU runs that with its major version, and others
+/// compile the PTX. scripts/cuda-kernels reads this line and the next constant.
+#[cfg(feature = "cuda")]
+const MACHINE_CODE: &[&str] = &["80", "90", "100", "120"];
+
 /// Kernels with separate code for compute capability 9.0, whose instructions no other GPU has.
 #[cfg(feature = "cuda")]
 const FOR_HOPPER: &[&str] = &["attention"];
+
+/// Returns whether this version of CUDA compiles for each compute capability in `MACHINE_CODE`.
+#[cfg(feature = "cuda")]
+fn has_blackwell(version: Option<&str>) -> bool {
+    let numbers = version.and_then(|version| {
+        let (major, minor) = version.split_once('.')?;
+        Some((major.parse::<u32>().ok()?, minor.parse::<u32>().ok()?))
+    });
+    numbers.is_some_and(|numbers| numbers >= (12, 8))
+}
 
 /// Writes the kernel's fatbin unless it is newer than the PTX.
 #[cfg(feature = "cuda")]
@@ -65,18 +86,27 @@ fn fatbin(nvcc: &std::path::Path, kernel: &std::path::Path) -> Result<(), String
         return Ok(());
     }
     let mut command = std::process::Command::new(nvcc);
-    command.args(["-gencode", "arch=compute_80,code=[compute_80,sm_80]"]);
+    // Compiles the code for all GPUs at the same time.
+    command
+        .args(["--fatbin", "--threads", "0", "-o"])
+        .arg(&partial);
     let name = kernel.file_name().and_then(|name| name.to_str());
-    match name.filter(|name| FOR_HOPPER.contains(name)) {
+    let for_hopper = name.filter(|name| FOR_HOPPER.contains(name));
+    let codes: String = MACHINE_CODE
+        .iter()
+        .filter(|code| **code != "90" || for_hopper.is_none())
+        .map(|code| format!(",sm_{code}"))
+        .collect();
+    command.args([
+        "-gencode",
+        &format!("arch=compute_80,code=[compute_80{codes}]"),
+    ]);
+    match for_hopper {
         Some(name) => command
             .args(["-gencode", "arch=compute_90a,code=sm_90a"])
-            .args(["-O3", "-std=c++17", "--fatbin", "-o"])
-            .arg(&partial)
+            .args(["-O3", "-std=c++17"])
             .arg(format!("kernels/{name}.cu")),
-        None => command
-            .args(["-gencode", "arch=compute_80,code=sm_90"])
-            .args(["--fatbin", "-o"])
-            .args([&partial, &ptx]),
+        None => command.arg(&ptx),
     };
     let status = command
         .status()
