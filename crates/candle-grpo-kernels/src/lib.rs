@@ -113,6 +113,7 @@ mod ops;
 mod path;
 mod precision;
 mod prefix_tree;
+mod sizes;
 mod tensor_stack;
 
 pub use blocks::{BLOCK_TYPES, block_type};
@@ -163,4 +164,5 @@ pub use ops::swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};
 pub use ops::top_k::top_k;
 pub use precision::arithmetic_dtype;
 pub use prefix_tree::PrefixTree;
+pub use sizes::{rows_without_rest, with_room};
 pub use tensor_stack::TensorStack;

@@ -72,8 +72,7 @@ impl MappedTensor {
 
     /// The smallest number of rows whose memory has no rest.
     pub(crate) fn rows_without_rest(&self) -> usize {
-        let granularity = self.range.granularity;
-        granularity / greatest_common_divisor(granularity, self.row_bytes)
+        crate::rows_without_rest(self.row_bytes, self.range.granularity)
     }
 
     /// Gives memory to the rows before `rows`, and zeroes those from `first`. After an error, no
@@ -117,14 +116,6 @@ impl Drop for MappedTensor {
             });
             Ok(())
         });
-    }
-}
-
-fn greatest_common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 {
-        a
-    } else {
-        greatest_common_divisor(b, a % b)
     }
 }
 

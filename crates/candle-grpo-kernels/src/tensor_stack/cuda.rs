@@ -10,6 +10,7 @@ use crate::cpu::with_element;
 use crate::cuda::device::stream;
 use crate::cuda::tensor_list::address;
 use crate::cuda::{alloc, as_tensor};
+use crate::path;
 
 #[derive(Debug)]
 pub(super) struct Moved {
@@ -57,7 +58,7 @@ impl Moved {
         }
         let tensor = tensor.detach().contiguous()?;
         let (shape, dtype) = (tensor.shape().clone(), tensor.dtype());
-        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+        if !path::is_fused(&tensor) {
             bail!("tensor: {dtype:?}, must be f32, bf16 or f16");
         }
         let (from, bytes) = (address(&tensor, &self.compute)?, bytes(&shape, dtype));

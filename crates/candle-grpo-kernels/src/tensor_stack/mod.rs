@@ -71,8 +71,7 @@ impl TensorStack {
 
     /// The bytes of main memory that a tensor of `bytes` bytes takes in a stack there, at most.
     pub fn main_memory_bytes(bytes: usize) -> usize {
-        // Few sizes, so that memory is reused for tensors of about the same size.
-        bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(1))
+        crate::with_room(bytes, usize::MAX)
     }
 
     /// Adds a tensor. It must not change while it is in the stack. Its graph is not kept.

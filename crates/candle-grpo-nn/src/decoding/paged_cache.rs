@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, bail};
-use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan};
+use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan, with_room};
 
 use crate::DecoderConfig;
 use crate::config::architecture::TokenMixerPlan;
@@ -27,8 +27,7 @@ pub(crate) fn pages_for(taken: usize) -> usize {
 
 /// Like [`pages_for`], for pages that grow in place, in multiples of `block`: up to a quarter more.
 pub(crate) fn pages_in_place(taken: usize, block: usize) -> usize {
-    let blocks = taken.div_ceil(block);
-    block * blocks.next_multiple_of((blocks.next_power_of_two() / 8).max(1))
+    block * with_room(taken.div_ceil(block), usize::MAX)
 }
 
 /// Keys and values at past positions for many sequences, for

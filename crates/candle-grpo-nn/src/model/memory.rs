@@ -1,7 +1,7 @@
 //! Estimates a decoder's memory from its configuration.
 
 use candle_core::{DType, Result};
-use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack};
+use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack, rows_without_rest};
 
 use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
@@ -102,8 +102,7 @@ impl DecoderConfig {
         let of_block = |block: BlockPlan| match &block.tokens.mixer {
             TokenMixerPlan::Attention(plan) if on_cuda => {
                 // The keys or the values of a page fill the mapped memory in a whole block.
-                let zeros = (plan.page_bytes(dtype) / 2).trailing_zeros();
-                let block = MAPPED_BYTES >> zeros.min(MAPPED_BYTES.trailing_zeros());
+                let block = rows_without_rest(plan.page_bytes(dtype) / 2, MAPPED_BYTES);
                 pages_in_place(pages, block) * plan.page_bytes(dtype)
             }
             TokenMixerPlan::Attention(plan) => pages_for(pages) * plan.page_bytes(dtype),
