@@ -12,12 +12,7 @@ constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr uint32_t NONE = 0xffffffffu;
 
-// Logits as integers in the same order. They must not be NaN.
-__device__ __forceinline__ uint32_t to_key(float x) {
-    // -0 equals 0.
-    const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
+// The inverse of to_key.
 __device__ __forceinline__ float from_key(uint32_t key) {
     return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 
@@ -19,6 +21,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // Returns 1 / (1 + exp(-x)).
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
+
+// Numbers as integers in the same order. They must not be NaN.
+__device__ __forceinline__ uint32_t to_key(float x) {
+    // -0 equals 0.
+    const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
 
 // Returns to each thread the sum over the lanes in a warp.
 template <typename X> __device__ __forceinline__ X warp_sum(X x) {

@@ -174,6 +174,9 @@ kernels! {
         rope(query: In<Self>, key: In<Self>, cos: In<f32>, sin: In<f32>, rotated_query: Out<Self>, rotated_key: Out<Self>,
             n: u32, heads: u32, kv_heads: u32, pairs: i32, sign: f32);
     }
+    route {
+        route(logits: In<Self>, chosen: Out<u32>, gates: Out<f32>, n: u32, experts: u32, top_k: u32, normalize: u32);
+    }
     swiglu {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
         swiglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);

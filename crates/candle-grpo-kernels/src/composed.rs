@@ -18,4 +18,5 @@ pub use crate::ops::log_prob::composed::log_prob;
 pub use crate::ops::paged_attention::composed::paged_attention;
 pub use crate::ops::rms_norm::composed::rms_norm;
 pub use crate::ops::rope::composed::rope;
+pub use crate::ops::route::composed::route;
 pub use crate::ops::swiglu::composed::{geglu, swiglu};

@@ -52,6 +52,7 @@
 //! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state per sequence | | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
 //! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
+//! | [`route`](route()), [`expert_gates`] | a router's choice of experts, and their gates | `arg_sort_last_dim`, `gather` and `softmax` | `route` |
 //! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | GGUF blocks from a matrix, and back | | `dequantize` |
 //! | [`draw_tokens`](draw_tokens()) | tokens sampled from logits, with top-k, top-p and min-p | | yes |
 //! | [`top_k`] | indices of the largest entries per row | | no |
@@ -157,6 +158,7 @@ pub use ops::paged_attention::{
 };
 pub use ops::rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use ops::rope::{rope, rope_angles, rope_gradient};
+pub use ops::route::{expert_gates, route};
 pub use ops::row_map::RowMap;
 pub use ops::sigmoid::sigmoid;
 pub use ops::soft_cap::soft_cap;

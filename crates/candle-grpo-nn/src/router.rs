@@ -1,7 +1,7 @@
 //! Routes tokens to experts, and replays routing decisions.
 
-use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_kernels::arithmetic_dtype;
+use candle_core::{Result, Tensor, bail};
+use candle_grpo_kernels::{expert_gates, route};
 
 /// A mixture-of-experts router: picks the `top_k` experts with the largest logits, and computes
 /// their gates.
@@ -70,18 +70,13 @@ impl Router {
     ///
     /// If `logits` has a different shape or an integer dtype, or `top_k` is not from 1 to E.
     pub fn route(&self, logits: &Tensor) -> Result<Routing> {
-        self.replay(logits, &self.choose(logits)?)
+        self.replay(logits, &self.route_detached(logits)?.experts)
     }
 
-    /// The experts that [`Self::route`] chooses.
-    pub(crate) fn choose(&self, logits: &Tensor) -> Result<Tensor> {
-        self.check_logits(logits)?;
-        logits
-            .detach()
-            .contiguous()?
-            .arg_sort_last_dim(false)?
-            .narrow(D::Minus1, 0, self.top_k)?
-            .contiguous()
+    /// Like [`Self::route`], without a gradient for the gates.
+    pub(crate) fn route_detached(&self, logits: &Tensor) -> Result<Routing> {
+        let (experts, gates) = route(logits, self.top_k, self.normalize)?;
+        Ok(Routing { experts, gates })
     }
 
     /// Computes the gates for `experts` `[N, top_k]`, chosen in another pass over the same tokens,
@@ -91,54 +86,11 @@ impl Router {
     ///
     /// If shapes or dtypes do not match. Expert indices must be below E, which only the CPU checks.
     pub fn replay(&self, logits: &Tensor, experts: &Tensor) -> Result<Routing> {
-        let (tokens, number) = self.check_logits(logits)?;
-        if experts.dims() != [tokens, self.top_k] || experts.dtype() != DType::U32 {
-            bail!(
-                "experts: {:?} of {:?}, must be [{tokens}, {}] of U32",
-                experts.dims(),
-                experts.dtype(),
-                self.top_k
-            );
-        }
-        if experts.device().is_cpu() {
-            let largest = experts.max_all()?.to_scalar::<u32>()?;
-            if largest as usize >= number {
-                bail!("experts: {largest}, must be below {number}, the number of experts");
-            }
-        }
-        let logits = logits.to_dtype(arithmetic_dtype(logits.dtype()))?;
-        let experts = experts.contiguous()?;
-        let gates = if self.normalize {
-            candle_nn::ops::softmax(
-                &logits.contiguous()?.gather(&experts, D::Minus1)?,
-                D::Minus1,
-            )?
-        } else {
-            candle_nn::ops::softmax(&logits, D::Minus1)?
-                .contiguous()?
-                .gather(&experts, D::Minus1)?
-        };
-        Ok(Routing { experts, gates })
-    }
-
-    /// Returns N and E.
-    fn check_logits(&self, logits: &Tensor) -> Result<(usize, usize)> {
-        match *logits.dims() {
-            [tokens, experts]
-                if tokens > 0
-                    && (1..=experts).contains(&self.top_k)
-                    && logits.dtype().is_float() =>
-            {
-                Ok((tokens, experts))
-            }
-            _ => bail!(
-                "logits: {:?} of {:?}, must be [N, E] of a floating-point type, with at least one token and E at least \
-                 top_k, which is {} and must be at least 1",
-                logits.dims(),
-                logits.dtype(),
-                self.top_k
-            ),
-        }
+        let gates = expert_gates(logits, experts, self.top_k, self.normalize)?;
+        Ok(Routing {
+            experts: experts.contiguous()?,
+            gates,
+        })
     }
 }
 

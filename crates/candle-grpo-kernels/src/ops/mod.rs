@@ -20,6 +20,7 @@ pub(crate) mod log_prob;
 pub(crate) mod paged_attention;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod route;
 pub(crate) mod row_map;
 pub(crate) mod sigmoid;
 pub(crate) mod soft_cap;

@@ -26,6 +26,7 @@ mod paged_attention;
 mod prefixes;
 mod rms_norm;
 mod rope;
+mod route;
 mod row_map;
 mod strategies;
 mod swiglu;

@@ -148,7 +148,7 @@ impl Mixer for Experts {
         let logits = self.router.forward(x, pass)?;
         let chosen = match pass.routes.replayed(self.number, self.routing.top_k())? {
             Some(chosen) => chosen,
-            None => self.routing.choose(&logits)?,
+            None => self.routing.route_detached(&logits)?.experts,
         };
         let reaches_all = products.have_gradients();
         // Checks the expert indices, since a GPU must not read out of range.

@@ -45,6 +45,7 @@ mod log_prob;
 mod paged_attention;
 mod rms_norm;
 mod rope;
+mod route;
 mod signatures;
 mod swiglu;
 mod token_rows;

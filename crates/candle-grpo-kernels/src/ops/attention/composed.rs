@@ -154,7 +154,7 @@ fn padded(
         .to_dtype(query.dtype())
 }
 
-fn softmax(scores: &Tensor) -> Result<Tensor> {
+pub(crate) fn softmax(scores: &Tensor) -> Result<Tensor> {
     let largest = scores.detach().max_keepdim(D::Minus1)?;
     let weights = scores.broadcast_sub(&largest)?.exp()?;
     weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)
