@@ -22,6 +22,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Returns 1 / (1 + exp(-x)).
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
 
+// Returns silu(gate) * up.
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate * sigmoid(gate) * up; }
+
 // Numbers as integers in the same order. They must not be NaN.
 __device__ __forceinline__ uint32_t to_key(float x) {
     // -0 equals 0.

@@ -88,6 +88,14 @@ kernels! {
             width: i32);
         embedding_sum(x: In<Self>, starts: In<u32>, positions: In<u32>, sums: Out<Self>, n: u64, width: i32);
     }
+    experts {
+        experts_gate_up(x: In<Self>, weights: In<u64>, chosen: In<u32>, inner: Out<Self>, pairs: u32, top_k: u32, experts: u32,
+            hidden: i32, width: i32);
+        experts_down(inner: In<Self>, weights: In<u64>, chosen: In<u32>, parts: Out<f32>, pairs: u32, experts: u32,
+            hidden: i32, width: i32);
+        experts_sum(parts: In<f32>, chosen: In<u32>, gates: In<f32>, y: Out<Self>, n: u64, top_k: u32, experts: u32,
+            hidden: u32);
+    }
     gated_delta_rule {
         gated_delta_rule_forward(qkv: In<Self>, g: In<f32>, beta: In<f32>, segments: In<u32>, states: Out<f32>, o: Out<Self>,
             errors: Out<f32>, changes: Out<f32>, first_segment: u32, advance: u32, key_heads: i32, value_heads: i32,

@@ -3,8 +3,6 @@
 #include "elements.cuh"
 #include "math.cuh"
 
-__device__ __forceinline__ float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
-
 // Computes the gradients with respect to gate and up.
 __device__ __forceinline__ float2 backward(float gate, float up, float gradient) {
     const float s = sigmoid(gate), silu = gate * s;
@@ -56,7 +54,7 @@ __device__ __forceinline__ void backward_all(const T *gate, const T *up, const T
 #define SWIGLU(T, name)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         swiglu_forward_##name(const T *gate, const T *up, T *y, uint64_t n) {                                         \
-        combine(gate, up, y, n, forward);                                                                              \
+        combine(gate, up, y, n, swiglu);                                                                               \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         swiglu_backward_##name(const T *gate, const T *up, const T *gradient, T *dgate, T *dup, uint64_t n) {         \

@@ -10,6 +10,7 @@ pub use crate::ops::attention::composed::attention;
 pub use crate::ops::causal_conv::composed::causal_conv;
 pub use crate::ops::dequantize::composed::dequantize;
 pub use crate::ops::embedding::composed::embedding;
+pub use crate::ops::experts::composed::experts;
 pub use crate::ops::gated_delta_rule::composed::gated_delta_rule;
 pub use crate::ops::gradient_norm::composed::{scale_gradients, squared_gradient_norms};
 pub use crate::ops::linear_log_prob::composed::linear_log_prob;

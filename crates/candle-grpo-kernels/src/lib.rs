@@ -53,6 +53,7 @@
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
 //! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
 //! | [`route`](route()), [`expert_gates`] | a router's choice of experts, and their gates | `arg_sort_last_dim`, `gather` and `softmax` | `route` |
+//! | [`experts`](experts()) | a mixture of experts with few rows, from [`ExpertWeights`], for decoding | a `candle_nn::Linear` for each expert and map | yes |
 //! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | GGUF blocks from a matrix, and back | | `dequantize` |
 //! | [`draw_tokens`](draw_tokens()) | tokens sampled from logits, with top-k, top-p and min-p | | yes |
 //! | [`top_k`] | indices of the largest entries per row | | no |
@@ -141,6 +142,7 @@ pub use ops::delta_states::{DeltaStates, SlotRows};
 pub use ops::dequantize::{dequantize, quantize};
 pub use ops::draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use ops::embedding::{add_embedding_gradient, embedding};
+pub use ops::experts::{ExpertWeights, experts};
 pub use ops::gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradient};
 pub use ops::gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use ops::head_transform::{HeadNorms, HeadTransform};

@@ -11,6 +11,7 @@ pub(crate) mod delta_states;
 pub(crate) mod dequantize;
 pub(crate) mod draw_tokens;
 pub(crate) mod embedding;
+pub(crate) mod experts;
 pub(crate) mod gated_delta_rule;
 pub(crate) mod gradient_norm;
 pub(crate) mod head_transform;

@@ -15,6 +15,7 @@ mod device;
 mod documentation;
 mod draw_tokens;
 mod embedding;
+mod experts;
 mod gated_delta_rule;
 mod gradient_norm;
 mod head_transform;

@@ -37,6 +37,7 @@ mod dequantize;
 mod draw_tokens;
 mod driver;
 mod embedding;
+mod experts;
 mod gated_delta_rule;
 mod gradient_norm;
 mod host;
