@@ -123,16 +123,19 @@ pub(crate) struct Gate {
     pub(crate) forward: fn(&Tensor, &Tensor) -> Result<Tensor>,
     /// Computes the gate and up gradients from gate, up and the output gradient.
     pub(crate) backward: fn(&Tensor, &Tensor, &Tensor) -> Result<(Tensor, Tensor)>,
+    pub(crate) is_swiglu: bool,
 }
 
 impl Gate {
     pub(crate) const SWIGLU: Self = Self {
         forward: swiglu,
         backward: swiglu_gradient,
+        is_swiglu: true,
     };
     pub(crate) const GEGLU: Self = Self {
         forward: geglu,
         backward: geglu_gradient,
+        is_swiglu: false,
     };
 }
 

@@ -65,7 +65,7 @@ impl Decoder {
         new: &[(SequenceId, &[u32])],
         cache: &mut PagedCache,
     ) -> Result<Tensor> {
-        Ok(self.next_logits_and_experts(new, cache)?.0)
+        Ok(self.checked_step(new, cache, false)?.0)
     }
 
     /// Like [`Self::next_logits`], and also returns which experts the routers chose for each new
@@ -80,13 +80,24 @@ impl Decoder {
         new: &[(SequenceId, &[u32])],
         cache: &mut PagedCache,
     ) -> Result<(Tensor, Option<Tensor>)> {
+        self.checked_step(new, cache, true)
+    }
+
+    fn checked_step(
+        &self,
+        new: &[(SequenceId, &[u32])],
+        cache: &mut PagedCache,
+        with_experts: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
         self.ensure_held()?;
+        // Without routers there are no experts to return.
+        let with_experts = with_experts && self.expert_choices() > 0;
         if self.output_weight().device().is_cpu() {
             // On a pool thread, an operator starts without waking one.
-            rayon::scope(|_| self.step(new, cache))
+            rayon::scope(|_| self.step(new, cache, with_experts))
         } else {
-            self.step(new, cache)
+            self.step(new, cache, with_experts)
         }
     }
 
@@ -94,6 +105,7 @@ impl Decoder {
         &self,
         new: &[(SequenceId, &[u32])],
         cache: &mut PagedCache,
+        with_experts: bool,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let device = self.output_weight().device();
         let (mut slots, mut positions) = (Vec::new(), Vec::new());
@@ -108,8 +120,11 @@ impl Decoder {
             slots.extend(cache.extend(id, tokens.len())?);
         }
         #[cfg(feature = "cuda")]
-        if let Some(hidden) = self.recorded_step(new, &ids, &positions, &slots, cache)? {
-            return Ok((self.output(&hidden, cache)?, None));
+        {
+            let tokens = (&*ids, &*positions, &*slots);
+            if let Some((hidden, experts)) = self.recorded_step(new, tokens, cache, with_experts)? {
+                return Ok((self.output(&hidden, cache)?, experts));
+            }
         }
         let cache = &*cache;
         let n = ids.len();
@@ -160,12 +175,11 @@ impl Decoder {
         };
         let x = self.embed(&ids_and_positions.get(0)?)?.detach();
         let (mut x, mut change, routers) = self.run_blocks(x, &pass)?;
-        let experts: Vec<_> = routers.iter().map(|router| &router.chosen).collect();
-        let experts = if experts.is_empty() {
-            None
-        } else {
-            Some(Tensor::cat(&experts, 1)?)
-        };
+        let experts = with_experts.then(|| {
+            let chosen: Vec<_> = routers.iter().map(|router| &router.chosen).collect();
+            Tensor::cat(&chosen, 1)
+        });
+        let experts = experts.transpose()?;
         if n > last.len() {
             let last = Tensor::new(last, device)?;
             x = x.index_select(&last, 0)?;
@@ -184,16 +198,16 @@ impl Decoder {
         self.capped(logits.swap_remove(0))
     }
 
-    /// Hidden states for a step with one token per sequence, if the cache records steps.
+    /// Hidden states for a step with one token per sequence, if the cache records steps; and the
+    /// experts, if `with_experts`.
     #[cfg(feature = "cuda")]
     fn recorded_step(
         &self,
         new: &[(SequenceId, &[u32])],
-        tokens: &[u32],
-        positions: &[u32],
-        slots: &[PageSlot],
+        (tokens, positions, slots): (&[u32], &[u32], &[PageSlot]),
         cache: &mut PagedCache,
-    ) -> Result<Option<Tensor>> {
+        with_experts: bool,
+    ) -> Result<Option<(Tensor, Option<Tensor>)>> {
         let is_step = tokens.len() == new.len() && !positions.contains(&0);
         if !is_step || !self.output_weight().device().is_cuda() {
             return Ok(None);
@@ -201,17 +215,17 @@ impl Decoder {
         let Some(mut recorded) = cache.recorded.take() else {
             return Ok(None);
         };
-        let hidden = rows(new, cache).and_then(|rows| {
+        let result = rows(new, cache).and_then(|rows| {
             let new = NewTokens {
                 tokens,
                 positions,
                 slots,
                 rows: &rows,
             };
-            recorded.hidden(self, cache, &new)
+            recorded.run(self, cache, &new, with_experts)
         });
         cache.recorded = Some(recorded);
-        hidden
+        result
     }
 
     fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {

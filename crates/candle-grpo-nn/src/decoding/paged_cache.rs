@@ -170,8 +170,11 @@ impl PagedCache {
     /// [`Decoder::next_logits`](crate::Decoder::next_logits) with this cache. Its operations would
     /// be recorded and run at the wrong time.
     ///
-    /// Steps that copy from the host, as in models with experts or states, run without a recording.
-    /// Other devices ignore this setting.
+    /// Steps that copy from the host run without a recording: those of models with states, and
+    /// those of experts that need a wait ([`experts`] has limits, and experts with adapters or
+    /// quantized weights do not use it). Other devices ignore this setting.
+    ///
+    /// [`experts`]: candle_grpo_kernels::experts()
     #[must_use]
     pub fn with_recorded_steps(mut self) -> Self {
         self.record_steps();

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
     PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory,
 };
 
 use crate::model::pass::{Context, Pass};
-use crate::model::routes::Routes;
+use crate::model::routes::{RouterChoice, Routes};
 use crate::{Decoder, PagedCache};
 
 /// Number of sizes whose recordings remain in an empty cache.
@@ -18,11 +18,14 @@ const KEPT_SIZES: usize = 64;
 /// A cache's recordings.
 #[derive(Debug, Default)]
 pub(super) struct RecordedSteps {
-    steps: HashMap<StepSize, Step>,
+    /// By size, and whether they return the experts.
+    steps: HashMap<(StepSize, bool), Step>,
     /// The decoder for all steps. The recordings use its weights.
     decoder: Option<Decoder>,
     /// Hidden states of the step with the most rows. The recordings share them.
     hidden: Option<Tensor>,
+    /// Like [`Self::hidden`], the experts of steps that return them.
+    experts: Option<Tensor>,
     /// Number of recorded steps that have run.
     runs: u64,
 }
@@ -39,11 +42,19 @@ enum Step {
 #[derive(Debug)]
 struct RecordedStep {
     inputs: StepInputs,
-    /// Hidden states `[rows, H]`.
-    hidden: Tensor,
+    results: StepResults,
     recording: Recording,
     /// Number of the latest run.
     latest: u64,
+}
+
+/// The tensors that a recording writes.
+#[derive(Debug, Clone)]
+struct StepResults {
+    /// Hidden states `[rows, H]`.
+    hidden: Tensor,
+    /// Experts, u32 `[rows, expert_choices]`, if the step returns them.
+    experts: Option<Tensor>,
 }
 
 /// A step with one new token per sequence.
@@ -79,15 +90,20 @@ impl RecordedSteps {
         Recording::release_memory(hidden.device())
     }
 
-    /// Computes a step's hidden states `[N, H]` after the final norm. `None` if the step must run
-    /// unrecorded.
-    pub(super) fn hidden(
+    /// Computes a step's hidden states `[N, H]` after the final norm, and the experts
+    /// `[N, expert_choices]` if `with_experts`. `None` if the step must run unrecorded.
+    pub(super) fn run(
         &mut self,
         decoder: &Decoder,
         cache: &PagedCache,
         new: &NewTokens,
-    ) -> Result<Option<Tensor>> {
-        if decoder.expert_choices() > 0 || decoder.has_states() || decoder.num_adapters() > 1 {
+        with_experts: bool,
+    ) -> Result<Option<(Tensor, Option<Tensor>)>> {
+        let n = new.rows.len();
+        // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
+        // its slot, up to rounding in their products.
+        let more = padded(n) - n;
+        if !decoder.is_recordable(n + more) {
             return Ok(None);
         }
         if !self
@@ -98,10 +114,6 @@ impl RecordedSteps {
             drop(std::mem::take(self));
             self.decoder = Some(decoder.clone());
         }
-        let n = new.rows.len();
-        // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
-        // its slot, up to rounding in their products.
-        let more = padded(n) - n;
         let tokens = repeat_last(new.tokens, more);
         let positions = repeat_last(new.positions, more);
         let slots = repeat_last(new.slots, more);
@@ -109,7 +121,8 @@ impl RecordedSteps {
 
         let tables = StepTables::new(&tokens, &positions, &slots, &rows)?;
         let size = tables.size();
-        let step = match self.steps.entry(size) {
+        let key = (size, with_experts);
+        let step = match self.steps.entry(key) {
             Entry::Vacant(place) => {
                 place.insert(Step::Seen);
                 return Ok(None);
@@ -117,8 +130,10 @@ impl RecordedSteps {
             Entry::Occupied(place) => place.into_mut(),
         };
         if let Step::Seen = step {
-            let recorded = hidden_rows(&mut self.hidden, decoder, rows.len()).and_then(|hidden| {
-                RecordedStep::new(decoder, cache, hidden, size, (&slots, &rows))
+            let shared = (&mut self.hidden, &mut self.experts);
+            let results = StepResults::new(shared, decoder, rows.len(), with_experts);
+            let recorded = results.and_then(|results| {
+                RecordedStep::new(decoder, cache, results, size, (&slots, &rows))
             });
             *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
         }
@@ -134,13 +149,18 @@ impl RecordedSteps {
         let mut run = || unsafe { step.recording.run() };
         if run().is_err() {
             // Tensors of before may have left memory in the pool, from which recordings take none.
-            release_cuda_memory(step.hidden.device())?;
+            release_cuda_memory(step.results.hidden.device())?;
             if run().is_err() {
-                self.steps.insert(size, Step::Refused);
+                self.steps.insert(key, Step::Refused);
                 return Ok(None);
             }
         }
-        step.hidden.narrow(0, 0, n).map(Some)
+        let StepResults { hidden, experts } = &step.results;
+        // The caller may keep the experts beyond the next step.
+        let experts = experts
+            .as_ref()
+            .map(|all| all.narrow(0, 0, n)?.force_contiguous());
+        Ok(Some((hidden.narrow(0, 0, n)?, experts.transpose()?)))
     }
 }
 
@@ -163,19 +183,41 @@ fn oldest_of_latest(mut runs: Vec<u64>, most: usize) -> Option<u64> {
 }
 
 /// Returns the first `rows` of `shared`, which grows if it has fewer.
-fn hidden_rows(shared: &mut Option<Tensor>, decoder: &Decoder, rows: usize) -> Result<Tensor> {
-    let there = shared.as_ref().map_or(0, |shared| shared.dims()[0]);
-    if there < rows {
-        let (weight, width) = (decoder.output_weight(), decoder.config().hidden_size);
-        *shared = Some(Tensor::zeros(
-            (rows, width),
-            weight.dtype(),
-            weight.device(),
-        )?);
+fn shared_rows(
+    shared: &mut Option<Tensor>,
+    (rows, width): (usize, usize),
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    if let Some(there) = shared
+        && there.dims()[0] >= rows
+    {
+        return there.narrow(0, 0, rows);
     }
-    match shared {
-        Some(shared) => shared.narrow(0, 0, rows),
-        None => bail!("rows: {rows}, must be at least 1"),
+    let more = Tensor::zeros((rows, width), dtype, device)?;
+    *shared = Some(more.clone());
+    Ok(more)
+}
+
+impl StepResults {
+    /// Returns the first `rows` of the tensors that all recordings share.
+    fn new(
+        (hidden, experts): (&mut Option<Tensor>, &mut Option<Tensor>),
+        decoder: &Decoder,
+        rows: usize,
+        with_experts: bool,
+    ) -> Result<Self> {
+        let weight = decoder.output_weight();
+        let (dtype, device) = (weight.dtype(), weight.device());
+        let experts = with_experts.then(|| {
+            let choices = decoder.expert_choices();
+            shared_rows(experts, (rows, choices), DType::U32, device)
+        });
+        let size = (rows, decoder.config().hidden_size);
+        Ok(Self {
+            hidden: shared_rows(hidden, size, dtype, device)?,
+            experts: experts.transpose()?,
+        })
     }
 }
 
@@ -183,11 +225,11 @@ impl RecordedStep {
     fn new(
         decoder: &Decoder,
         cache: &PagedCache,
-        hidden: Tensor,
+        results: StepResults,
         size: StepSize,
         (slots, rows): (&[PageSlot], &[PagedRow]),
     ) -> Result<Self> {
-        let device = hidden.device();
+        let device = results.hidden.device();
         let inputs = StepInputs::new(size, device)?;
         let (tokens, positions) = (inputs.tokens()?, inputs.positions()?);
         let batch = &inputs.batch(slots, rows)?;
@@ -202,16 +244,25 @@ impl RecordedStep {
                 routes: Routes::default(),
                 adapters: &[],
             };
-            let (x, change, _) = decoder.run_blocks(decoder.embed(&tokens)?.detach(), &pass)?;
-            let result = decoder.norm(&x, change.as_ref())?.detach();
-            hidden.slice_set(&result, 0, 0)
+            let x = decoder.embed(&tokens)?.detach();
+            let (x, change, routers) = decoder.run_blocks(x, &pass)?;
+            let hidden = decoder.norm(&x, change.as_ref())?.detach();
+            results.hidden.slice_set(&hidden, 0, 0)?;
+            if let Some(experts) = &results.experts {
+                let mut column = 0;
+                for RouterChoice { chosen, .. } in &routers {
+                    experts.slice_set(chosen, 1, column)?;
+                    column += chosen.dim(1)?;
+                }
+            }
+            Ok(())
         };
         // SAFETY: all tensors from the pass are dropped with it.
         #[allow(unsafe_code)]
         let recording = unsafe { Recording::record(device, operations)? };
         Ok(Self {
             inputs,
-            hidden,
+            results,
             recording,
             latest: 0,
         })

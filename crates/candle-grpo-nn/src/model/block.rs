@@ -122,6 +122,24 @@ impl Block {
         matches!(self.tokens.mixer, TokenMixer::GatedDelta(_))
     }
 
+    /// Returns whether decoding steps with this number of rows only use the GPU's stream: there is
+    /// no recurrent state, and experts need no wait.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_recordable(&self, rows: usize) -> bool {
+        let waits = match &self.mlp.mixer {
+            Channel::Mlp(_) => false,
+            Channel::Experts(experts) => experts.grouped(rows).is_none(),
+        };
+        !waits && !self.has_state()
+    }
+
+    /// Prepares for weights whose addresses change.
+    pub(crate) fn release_addresses(&mut self) {
+        if let Channel::Experts(experts) = &mut self.mlp.mixer {
+            experts.release_addresses();
+        }
+    }
+
     /// Maps `x`, `[N, hidden]`, to two tensors whose sum is the output. With `change`, the input is
     /// `x + change`. Each sum is fused with its norm.
     pub(crate) fn forward(

@@ -307,6 +307,13 @@ impl Decoder {
         self.blocks.iter().any(Block::has_state)
     }
 
+    /// Returns whether decoding steps with this number of rows can be recorded.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_recordable(&self, rows: usize) -> bool {
+        let mut blocks = self.blocks.iter();
+        self.num_adapters == 1 && blocks.all(|block| block.is_recordable(rows))
+    }
+
     /// Runs `[N, H]` through all blocks, and returns two tensors whose sum is the output, with the
     /// choices that all routers made. Without blocks there is no second tensor.
     pub(crate) fn run_blocks(
@@ -412,9 +419,12 @@ impl LanguageModel for Decoder {
         self.divided.as_ref()
     }
 
-    fn gathering(self, parameters: &Parameters) -> Result<Self> {
+    fn gathering(mut self, parameters: &Parameters) -> Result<Self> {
         let names = [&self.embedding, &self.output].map(|weight| weight.name.as_str());
         let divided = DividedModel::new(parameters, self.blocks.len(), names);
+        if divided.is_some() {
+            self.blocks.iter_mut().for_each(Block::release_addresses);
+        }
         Ok(Self {
             // Weights that are gathered have other addresses.
             #[cfg(feature = "cuda")]

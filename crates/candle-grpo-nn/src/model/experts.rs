@@ -3,26 +3,32 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor, Var, bail};
+use candle_grpo_kernels::{ExpertWeights, experts};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::ExpertsPlan;
 use crate::model::block::Mixer;
 use crate::model::linear::Linear;
 use crate::model::mlp::{Mlp, MlpRecord};
-use crate::model::pass::Pass;
+use crate::model::pass::{NO_BACKWARD, Pass};
 use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
-use crate::router::Router;
+use crate::router::{Router, Routing};
 
 /// A router sends each token to some experts and sums their outputs, weighted by gates (Shazeer et
 /// al. 2017, <https://arxiv.org/abs/1701.06538>).
 ///
-/// Choosing the experts synchronizes with the device.
+/// Passes without a gradient that have few rows on a GPU compute all experts in a few launches, and
+/// do not wait for it ([`experts`]). In other passes, choosing the experts synchronizes with the
+/// device.
 #[derive(Debug, Clone)]
 pub(crate) struct Experts {
     router: Linear,
     routing: Router,
     experts: Vec<Mlp>,
+    /// The experts' weights for [`experts`]. `None` without a kernel for them, if they have
+    /// adapters or are quantized, and if their addresses change.
+    grouped: Option<ExpertWeights>,
     /// Router number within the decoder.
     number: usize,
 }
@@ -30,6 +36,12 @@ pub(crate) struct Experts {
 /// Forward-pass tensors that the backward pass needs.
 pub(crate) struct ExpertsRecord {
     router: RouterChoice,
+    /// `None` for a pass that has no backward pass.
+    kept: Option<Kept>,
+}
+
+/// The chosen experts' results, and their inputs.
+struct Kept {
     /// Gates for the chosen experts, `[N, top_k]`.
     gates: Tensor,
     plan: Plan,
@@ -108,12 +120,32 @@ impl Plan {
 impl Experts {
     pub(crate) fn new(plan: &ExpertsPlan, number: usize, vb: &VarBuilder) -> Result<Self> {
         let experts = plan.experts.iter().map(|plan| Mlp::new(plan, vb));
+        let experts = experts.collect::<Result<Vec<_>>>()?;
+        let grouped = if ExpertWeights::have_kernel(vb.dtype(), vb.device()) {
+            let weights = experts.iter().map(Mlp::plain_weights);
+            let weights = weights.collect::<Option<Vec<_>>>();
+            weights.map(ExpertWeights::new).transpose()?
+        } else {
+            None
+        };
         Ok(Self {
             router: Linear::new(&plan.router, vb)?,
             routing: plan.routing,
+            experts,
+            grouped,
             number,
-            experts: experts.collect::<Result<_>>()?,
         })
+    }
+
+    /// Prepares for weights whose addresses change.
+    pub(crate) fn release_addresses(&mut self) {
+        self.grouped = None;
+    }
+
+    /// The weights for a pass without a gradient over this number of rows, if it needs no wait.
+    pub(crate) fn grouped(&self, rows: usize) -> Option<&ExpertWeights> {
+        let grouped = self.grouped.as_ref();
+        grouped.filter(|weights| weights.fuse(rows, self.routing.top_k()))
     }
 
     /// Computes the gradient with respect to the router's logits, given the gate gradients.
@@ -146,6 +178,18 @@ impl Mixer for Experts {
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ExpertsRecord)> {
         let products = pass.products();
         let logits = self.router.forward(x, pass)?;
+        if !products.have_gradients()
+            && pass.routes.replayed.is_none()
+            && let Some(weights) = self.grouped(x.dim(0)?)
+        {
+            let Routing {
+                experts: chosen,
+                gates,
+            } = self.routing.route_detached(&logits)?;
+            let y = experts(&x.detach(), weights, &chosen, &gates)?;
+            let router = RouterChoice { logits, chosen };
+            return Ok((y, ExpertsRecord { router, kept: None }));
+        }
         let chosen = match pass.routes.replayed(self.number, self.routing.top_k())? {
             Some(chosen) => chosen,
             None => self.routing.route_detached(&logits)?.experts,
@@ -171,11 +215,13 @@ impl Mixer for Experts {
                 logits,
                 chosen: routing.experts,
             },
-            gates: routing.gates,
-            plan,
-            rows,
-            records,
-            results,
+            kept: Some(Kept {
+                gates: routing.gates,
+                plan,
+                rows,
+                records,
+                results,
+            }),
         };
         Ok((y, record))
     }
@@ -192,12 +238,18 @@ impl Mixer for Experts {
         let gradient = gradient.unsqueeze(1)?;
         let ExpertsRecord {
             router,
+            kept: Some(kept),
+        } = record
+        else {
+            bail!("{NO_BACKWARD}");
+        };
+        let Kept {
             gates,
             plan,
             rows,
             records,
             results,
-        } = record;
+        } = kept;
         let of_gates = results.broadcast_mul(&gradient)?;
         drop(results);
         let of_gates = of_gates.to_dtype(gates.dtype())?.sum(2)?;

@@ -90,6 +90,17 @@ impl Linear {
         })
     }
 
+    /// The weight without a graph, if the map has no bias and no adapters, and the weight is
+    /// contiguous and not quantized.
+    pub(crate) fn plain_weight(&self) -> Option<Tensor> {
+        let weight = &self.weight.tensor;
+        let is_plain = self.bias.is_none()
+            && self.adapters.iter().all(Option::is_none)
+            && weight.dtype().is_float()
+            && weight.is_contiguous();
+        is_plain.then(|| weight.detach())
+    }
+
     /// Adds the adapters of a map with the same weight.
     pub(crate) fn join(&mut self, other: Self) -> Result<()> {
         let name = &self.weight.name;

@@ -33,6 +33,22 @@ impl Mlp {
             down: Linear::new(&plan.down, vb)?,
         })
     }
+
+    /// The gate, up and down weights, if the layer is SwiGLU with three
+    /// [plain](Linear::plain_weight) maps.
+    pub(crate) fn plain_weights(&self) -> Option<[Tensor; 3]> {
+        let Maps::Apart([gate, up]) = &self.inputs else {
+            return None;
+        };
+        if !self.gate.is_swiglu {
+            return None;
+        }
+        Some([
+            gate.plain_weight()?,
+            up.plain_weight()?,
+            self.down.plain_weight()?,
+        ])
+    }
 }
 
 impl Mixer for Mlp {

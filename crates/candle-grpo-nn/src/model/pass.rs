@@ -235,7 +235,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-const NO_BACKWARD: &str = "a pass with a cache has no backward pass";
+/// The error of a backward pass after one in decoding.
+pub(crate) const NO_BACKWARD: &str = "a pass with a cache has no backward pass";
 
 /// Applies the head transform to query and key.
 fn transformed(

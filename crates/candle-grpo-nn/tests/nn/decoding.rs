@@ -213,6 +213,117 @@ fn recorded_steps_equal_others(
     Ok(())
 }
 
+/// Two mixtures of five experts, with sizes that do not fill the kernels' fragments.
+fn mixture(norm_topk_prob: bool) -> DecoderConfig {
+    DecoderConfig {
+        hidden_size: 36,
+        moe_intermediate_size: 21,
+        num_experts: 5,
+        norm_topk_prob,
+        mlp_only_layers: Vec::new(),
+        ..Family::Qwen3Moe.config(true)
+    }
+}
+
+/// Returns the logits and experts after a prompt in each of four sequences, and after more steps.
+/// Also returns the calls of the last step.
+fn steps_of_mixture(
+    decoder: &Decoder,
+    mut cache: PagedCache,
+) -> Result<(Vec<[Tensor; 2]>, Option<CudaCalls>)> {
+    let ids = [cache.add(), cache.add(), cache.add(), cache.add()];
+    let prompts: Vec<_> = ids.iter().map(|&id| (id, &TOKENS[..])).collect();
+    let mut next = |new: &[(SequenceId, &[u32])]| -> Result<_> {
+        let before = CudaCalls::now();
+        let (logits, experts) = decoder.next_logits_and_experts(new, &mut cache)?;
+        let calls = CudaCalls::now().zip(before);
+        let calls = calls.map(|(now, before)| now - before);
+        Ok(([logits, experts.expect("a model with experts")], calls))
+    };
+    let (mut all, mut last) = (vec![next(&prompts)?.0], None);
+    for step in 0..6 {
+        let tokens = [step, step + 1, 3, 12 - step].map(|token| [token]);
+        let new: Vec<_> = ids
+            .iter()
+            .zip(&tokens)
+            .map(|(&id, new)| (id, &new[..]))
+            .collect();
+        let (results, calls) = next(&new)?;
+        all.push(results);
+        last = calls;
+    }
+    Ok((all, last))
+}
+
+/// A recorded step overwrites the tensors of the one before, but not its results. A decoder with a
+/// graph for training has none in decoding.
+#[rstest]
+fn recorded_steps_return_the_same_experts(
+    #[values(true, false)] norm_topk_prob: bool,
+    #[values(true, false)] has_graph: bool,
+) -> Result<()> {
+    if device().is_cpu() {
+        return Ok(());
+    }
+    let config = mixture(norm_topk_prob);
+    let parameters = lively(&config)?;
+    let builder = if has_graph {
+        parameters.var_builder()
+    } else {
+        parameters.detached_var_builder()
+    };
+    let decoder = Decoder::new(&config, builder)?;
+    let (recorded, calls) = steps_of_mixture(&decoder, cache(&config, DType::F32)?)?;
+    if let Some(calls) = calls {
+        assert_eq!((calls.launches, calls.copies_to_host), (0, 0), "{calls:?}");
+    }
+    let cache = PagedCache::new(&config, DType::F32, device())?;
+    let (others, _) = steps_of_mixture(&decoder, cache)?;
+    for (step, ([logits, experts], [other, of_other])) in recorded.iter().zip(&others).enumerate() {
+        let rows = if step == 0 { 4 * TOKENS.len() } else { 4 };
+        assert_eq!(experts.dims(), [rows, 4]);
+        assert_eq!(experts.to_vec2::<u32>()?, of_other.to_vec2::<u32>()?);
+        let difference = max_difference(logits, other)?;
+        assert!(difference < 1e-5, "step {step}: {difference}");
+    }
+    // If the experts were the same at each step, the comparison would be void.
+    assert_ne!(
+        recorded[1][1].to_vec2::<u32>()?,
+        recorded[6][1].to_vec2::<u32>()?
+    );
+    Ok(())
+}
+
+/// Experts with adapters are computed one after the other. New adapters change nothing.
+#[rstest]
+fn experts_in_one_launch_equal_those_one_by_one(
+    #[values(true, false)] norm_topk_prob: bool,
+) -> Result<()> {
+    let config = mixture(norm_topk_prob);
+    let parameters = lively(&config)?;
+    let lora = LoraConfig {
+        target_modules: vec!["experts.4.down_proj".to_owned()],
+        ..LoraConfig::all_linear(2, 4.0)
+    };
+    let lora = Lora::init(lora, &config, 1, device())?;
+    let run = |builder| {
+        let decoder = Decoder::new(&config, builder)?;
+        steps_of_mixture(&decoder, PagedCache::new(&config, DType::F32, device())?)
+    };
+    let (found, calls) = run(parameters.detached_var_builder())?;
+    let (expected, others) = run(lora.detached_var_builder(&parameters)?)?;
+    if let Some((calls, others)) = calls.zip(others) {
+        assert_eq!((calls.copies_to_host, calls.waits), (0, 0), "{calls:?}");
+        assert_eq!(others.copies_to_host, 2, "{others:?}");
+    }
+    for (step, ([logits, experts], [other, of_other])) in found.iter().zip(&expected).enumerate() {
+        assert_eq!(experts.to_vec2::<u32>()?, of_other.to_vec2::<u32>()?);
+        let difference = max_difference(logits, other)?;
+        assert!(difference < 1e-5, "step {step}: {difference}");
+    }
+    Ok(())
+}
+
 /// Without virtual memory management, pages move, and steps are recorded again.
 #[test]
 fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
