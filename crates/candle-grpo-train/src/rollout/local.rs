@@ -392,8 +392,7 @@ impl Run<'_> {
                     self.suspend(&mut live, &mut waiting)?;
                 }
                 let new = last_tokens(&live)?;
-                let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
-                let experts = self.recorded(experts, &new)?;
+                let (logits, experts) = self.next(&new)?;
                 for (l, experts) in live.iter_mut().zip(experts) {
                     l.experts.get_or_insert_default().extend(experts);
                 }
@@ -670,8 +669,8 @@ impl Run<'_> {
             let sequence = self.decoding.add_with_adapter(state.adapter)?;
             new.push((sequence, state.tokens));
         }
-        let (logits, experts) = self.decoding.next_logits_and_experts(&new)?;
-        let mut experts = self.recorded(experts, &new)?.into_iter();
+        let (logits, experts) = self.next(&new)?;
+        let mut experts = experts.into_iter();
         for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
             self.prompts[prompt].computed = Some(Computed {
                 sequence,
@@ -682,15 +681,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Returns the experts for each sequence in `new`, from those for all tokens `[N, choices]`.
-    /// Empty if they are not recorded.
-    fn recorded(
-        &self,
-        experts: Option<Tensor>,
-        new: &[(SequenceId, &[u32])],
-    ) -> Result<Vec<Vec<u16>>> {
-        let Some(experts) = experts.filter(|_| self.batch.records_experts) else {
-            return Ok(Vec::new());
+    /// Computes the logits after the new tokens. Also returns the experts for each sequence in
+    /// `new`: none, unless they are recorded.
+    fn next(&mut self, new: &[(SequenceId, &[u32])]) -> Result<(Tensor, Vec<Vec<u16>>)> {
+        if !self.batch.records_experts {
+            return Ok((self.decoding.next_logits(new)?, Vec::new()));
+        }
+        let (logits, experts) = self.decoding.next_logits_and_experts(new)?;
+        let Some(experts) = experts else {
+            return Ok((logits, Vec::new()));
         };
         let choices = experts.dim(1)?;
         let experts = experts.flatten_all()?.to_vec1::<u32>()?;
@@ -698,7 +697,7 @@ impl Run<'_> {
         let parts = new
             .iter()
             .map(|(_, tokens)| rest.by_ref().take(tokens.len() * choices).collect());
-        Ok(parts.collect())
+        Ok((logits, parts.collect()))
     }
 
     /// Samples each completion's next token, from its row in `logits`.
