@@ -92,7 +92,7 @@ pub use groups::{GroupLayout, Groups};
 pub use invalid::Invalid;
 pub use kl::estimator::{Kl, KlEstimator};
 pub use mask::Mask;
-pub use metrics::{MetricValue, MetricValues, Metrics};
+pub use metrics::{MetricKind, MetricValue, MetricValues, Metrics};
 pub use rewards::shaping::RewardShaping;
 
 #[cfg(doctest)]

@@ -1,17 +1,21 @@
 //! Metrics as sums and counts, so that they merge without bias over micro-batches and workers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, hash_map};
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::statistics_dtype;
 use crate::mask::Mask;
 
+/// Reduction of a metric's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub enum MetricKind {
+    /// Mean.
     Mean,
+    /// Maximum.
     Max,
+    /// Minimum.
     Min,
 }
 
@@ -27,19 +31,20 @@ pub struct Metrics {
 #[derive(Debug, Clone)]
 struct Entry {
     name: String,
-    kind: Kind,
+    kind: MetricKind,
     value: Value,
-    /// `[1]`.
-    count: Tensor,
 }
 
 #[derive(Debug, Clone)]
 enum Value {
-    /// A mean's sum, or a maximum or minimum: `[1]`.
-    Scalar(Tensor),
+    /// A mean's sum, or a maximum or minimum, and the count.
+    Reduced([Number; 2]),
     /// Values `[B, T]`, counted where the mask is 1.
     Masked(Tensor, Mask),
 }
+
+/// A number in a tensor `[n]`, and its index there.
+type Number = (Tensor, usize);
 
 impl Metrics {
     /// Creates an empty set.
@@ -64,10 +69,38 @@ impl Metrics {
         let scalar = |x: &Tensor| x.detach().to_dtype(dtype)?.reshape(1);
         self.entries.push(Entry {
             name: name.to_owned(),
-            kind: Kind::Mean,
-            value: Value::Scalar(scalar(sum)?),
-            count: scalar(count)?,
+            kind: MetricKind::Mean,
+            value: Value::Reduced([(scalar(sum)?, 0), (scalar(count)?, 0)]),
         });
+        Ok(())
+    }
+
+    /// Adds metrics from `numbers` `[n]`, which an operator has already reduced. Each metric has a
+    /// name, a kind and an index: there is a mean's sum, or a maximum or minimum. The number of
+    /// values is at the index `count`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `numbers` has another rank, or if an index is out of range.
+    pub fn push_reduced(
+        &mut self,
+        numbers: &Tensor,
+        count: usize,
+        metrics: &[(&str, MetricKind, usize)],
+    ) -> Result<()> {
+        let numbers = numbers.detach();
+        let numbers = numbers.to_dtype(statistics_dtype(numbers.device()))?;
+        let n = numbers.dims1()?;
+        for &(name, kind, index) in metrics {
+            if index >= n || count >= n {
+                bail!("metric {name}: indices {index} and {count}, must be below {n}");
+            }
+            self.entries.push(Entry {
+                name: name.to_owned(),
+                kind,
+                value: Value::Reduced([index, count].map(|index| (numbers.clone(), index))),
+            });
+        }
         Ok(())
     }
 
@@ -77,7 +110,7 @@ impl Metrics {
     ///
     /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        self.push_masked(name, Kind::Mean, values, mask)
+        self.push_masked(name, MetricKind::Mean, values, mask)
     }
 
     /// Adds the maximum of `values` `[B, T]` over the mask.
@@ -86,7 +119,7 @@ impl Metrics {
     ///
     /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        self.push_masked(name, Kind::Max, values, mask)
+        self.push_masked(name, MetricKind::Max, values, mask)
     }
 
     /// Adds the minimum of `values` `[B, T]` over the mask.
@@ -95,10 +128,16 @@ impl Metrics {
     ///
     /// Fails if the values' shape or device differs from the mask's.
     pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
-        self.push_masked(name, Kind::Min, values, mask)
+        self.push_masked(name, MetricKind::Min, values, mask)
     }
 
-    fn push_masked(&mut self, name: &str, kind: Kind, values: &Tensor, mask: &Mask) -> Result<()> {
+    fn push_masked(
+        &mut self,
+        name: &str,
+        kind: MetricKind,
+        values: &Tensor,
+        mask: &Mask,
+    ) -> Result<()> {
         mask.check(&format!("metric {name}"), values)?;
         // A variable may change before the reduction.
         let values = if values.is_variable() {
@@ -110,9 +149,6 @@ impl Metrics {
             name: name.to_owned(),
             kind,
             value: Value::Masked(values, mask.clone()),
-            count: mask
-                .count(statistics_dtype(mask.selected().device()))?
-                .reshape(1)?,
         });
         Ok(())
     }
@@ -142,37 +178,36 @@ impl Metrics {
         if self.entries.is_empty() {
             return Ok(values);
         }
-        let reduced = self.reduced()?;
-        let scalars: Vec<&Tensor> = reduced
-            .iter()
-            .zip(&self.entries)
-            .flat_map(|(value, entry)| [value, &entry.count])
-            .collect();
+        let (numbers, places) = self.reduced()?;
         // Widened on the host: not every device has f64.
-        let numbers = Tensor::cat(&scalars, 0)?
+        let numbers = Tensor::cat(&numbers, 0)?
             .to_device(&Device::Cpu)?
             .to_dtype(DType::F64)?
             .to_vec1::<f64>()?;
-        for (entry, pair) in self.entries.iter().zip(numbers.chunks_exact(2)) {
-            let (value, count) = (pair[0], pair[1]);
+        for (entry, [value, count]) in self.entries.iter().zip(places) {
+            let (value, count) = (numbers[value], numbers[count]);
             let value = match entry.kind {
-                Kind::Mean => MetricValue::Mean { sum: value, count },
-                Kind::Max => MetricValue::Max(value),
-                Kind::Min => MetricValue::Min(value),
+                MetricKind::Mean => MetricValue::Mean { sum: value, count },
+                MetricKind::Max => MetricValue::Max(value),
+                MetricKind::Min => MetricValue::Min(value),
             };
             values.add(&entry.name, value)?;
         }
         Ok(values)
     }
 
-    /// Returns each entry's value as `[1]`. Entries with the same kind and mask are reduced
-    /// together, because a GPU needs the same time for one small tensor as for twenty.
-    fn reduced(&self) -> Result<Vec<Tensor>> {
+    /// Returns tensors `[n]`, and the place of each entry's value and count in all of them, one
+    /// after the other. Entries with the same kind and mask are reduced together, because a GPU
+    /// needs the same time for one small tensor as for twenty.
+    fn reduced(&self) -> Result<(Vec<Tensor>, Vec<[usize; 2]>)> {
+        let mut numbers = Numbers::default();
         let mut groups: Vec<Group> = Vec::new();
-        let mut reduced = vec![None; self.entries.len()];
+        let mut places = vec![[0; 2]; self.entries.len()];
         for (index, entry) in self.entries.iter().enumerate() {
             match &entry.value {
-                Value::Scalar(value) => reduced[index] = Some(value.clone()),
+                Value::Reduced(pair) => {
+                    places[index] = pair.each_ref().map(|(tensor, at)| numbers.add(tensor) + at);
+                }
                 Value::Masked(values, mask) => {
                     let found = groups
                         .iter_mut()
@@ -192,20 +227,49 @@ impl Metrics {
                 }
             }
         }
+        let mut counts: HashMap<TensorId, usize> = HashMap::new();
         for group in groups {
-            let all = group.reduce()?;
+            let selected = group.mask.selected();
+            let count = match counts.entry(selected.id()) {
+                hash_map::Entry::Occupied(place) => *place.get(),
+                hash_map::Entry::Vacant(place) => {
+                    let count = group.mask.count(statistics_dtype(selected.device()))?;
+                    *place.insert(numbers.add(&count.reshape(1)?))
+                }
+            };
+            let first = numbers.add(&group.reduce()?);
             for (at, index) in group.indices.into_iter().enumerate() {
-                reduced[index] = Some(all.narrow(0, at, 1)?);
+                places[index] = [first + at, count];
             }
         }
-        let reduced: Option<Vec<Tensor>> = reduced.into_iter().collect();
-        reduced.ok_or_else(|| candle_core::Error::Msg("a metric was not reduced".to_owned()))
+        Ok((numbers.tensors, places))
+    }
+}
+
+/// Tensors `[n]`, one after the other.
+#[derive(Default)]
+struct Numbers {
+    tensors: Vec<Tensor>,
+    /// The first place of each tensor.
+    first: HashMap<TensorId, usize>,
+    len: usize,
+}
+
+impl Numbers {
+    /// Adds a tensor unless it is there. Returns its first place.
+    fn add(&mut self, tensor: &Tensor) -> usize {
+        *self.first.entry(tensor.id()).or_insert_with(|| {
+            let first = self.len;
+            self.len += tensor.elem_count();
+            self.tensors.push(tensor.clone());
+            first
+        })
     }
 }
 
 /// Entries that are reduced together.
 struct Group<'a> {
-    kind: Kind,
+    kind: MetricKind,
     mask: &'a Mask,
     /// The entries' places.
     indices: Vec<usize>,
@@ -214,7 +278,7 @@ struct Group<'a> {
 }
 
 impl Group<'_> {
-    fn takes(&self, kind: Kind, values: &Tensor, mask: &Mask) -> bool {
+    fn takes(&self, kind: MetricKind, values: &Tensor, mask: &Mask) -> bool {
         self.kind == kind
             && self.mask.selected().id() == mask.selected().id()
             && self.values.iter().all(|x| x.dtype() == values.dtype())
@@ -225,9 +289,9 @@ impl Group<'_> {
     fn reduce(&self) -> Result<Tensor> {
         let stacked = Tensor::stack(&self.values, 0)?;
         let outside = match self.kind {
-            Kind::Mean => 0.,
-            Kind::Max => f64::NEG_INFINITY,
-            Kind::Min => f64::INFINITY,
+            MetricKind::Mean => 0.,
+            MetricKind::Max => f64::NEG_INFINITY,
+            MetricKind::Min => f64::INFINITY,
         };
         let outside = (stacked.zeros_like()? + outside)?;
         let inside = self
@@ -238,9 +302,9 @@ impl Group<'_> {
             .flatten_from(1)?;
         let dtype = statistics_dtype(stacked.device());
         match self.kind {
-            Kind::Mean => inside.to_dtype(dtype)?.sum(1),
-            Kind::Max => inside.max(1)?.to_dtype(dtype),
-            Kind::Min => inside.min(1)?.to_dtype(dtype),
+            MetricKind::Mean => inside.to_dtype(dtype)?.sum(1),
+            MetricKind::Max => inside.max(1)?.to_dtype(dtype),
+            MetricKind::Min => inside.min(1)?.to_dtype(dtype),
         }
     }
 }

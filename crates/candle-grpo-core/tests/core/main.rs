@@ -8,6 +8,7 @@ mod gigpo;
 mod group_advantage;
 mod invariances;
 mod masks;
+mod metrics;
 mod needs;
 mod newer_estimators;
 mod penalties;
