@@ -208,6 +208,19 @@ plain_kernels! {
         gradient_sum_parts(list: In<u64>, parts: In<f64>, sums: Out<f64>);
         gradient_scale(list: In<u64>, count: u32, factor: f32);
     }
+    policy_loss {
+        policy_loss_forward(log_probs: In<f32>, old_log_probs: In<f32>, ref_log_probs: In<f32>, entropy: In<f32>,
+            advantages: In<f32>, first_factors: In<f32>, second_factors: In<f32>, token_weights: In<f32>,
+            prompt_tokens: In<f32>, mask: In<u8>, policy_mask: In<u8>, entropy_mask: In<u8>, of_log_probs: Out<f32>,
+            of_entropy: Out<f32>, parts: Out<f64>, tokens: u32, chunks: u32, per_token: u32, surrogate: u32, low: f32,
+            high: f32, delta: f32, dual_clip: f32, drop_low: f32, drop_high: f32, log_ratio_clamp: f32, kl_form: u32,
+            kl_coef: f32, kl_log_ratio_clamp: f32, kl_value_clamp: f32, kl_max_log_weight: f32, old_kl_form: u32,
+            old_kl_coef: f32, old_kl_log_ratio_clamp: f32, old_kl_value_clamp: f32, old_kl_max_log_weight: f32,
+            divisor: u32, scale: f64, entropy_divisor: u32, entropy_scale: f64);
+        policy_loss_merge(parts: In<f64>, statistics: Out<f64>, loss: Out<f32>, count: u32);
+        policy_loss_backward(of_log_probs: In<f32>, of_entropy: In<f32>, gradient: In<f32>, log_prob_gradient: Out<f32>,
+            entropy_gradient: Out<f32>, n: u64);
+    }
     rope {
         rope_angles(positions: In<u32>, inverse_frequencies: In<f32>, cos: Out<f32>, sin: Out<f32>, n: u64, pairs: u32,
             factor: f32);

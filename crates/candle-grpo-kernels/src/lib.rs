@@ -56,6 +56,7 @@
 //! | [`experts`](experts()) | a mixture of experts with few rows, from [`ExpertWeights`], for decoding | a `candle_nn::Linear` for each expert and map | yes |
 //! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | GGUF blocks from a matrix, and back | | `dequantize` |
 //! | [`draw_tokens`](draw_tokens()) | tokens sampled from logits, with top-k, top-p and min-p | | yes |
+//! | [`policy_loss`](policy_loss()) | a policy loss with its derivatives and metrics, for `PolicyLoss` in `candle-grpo-loss` | | yes |
 //! | [`top_k`] | indices of the largest entries per row | | no |
 //!
 //! # Conventions
@@ -78,7 +79,8 @@
 //!
 //! An operator has a CPU path (SIMD chosen at run time, all cores) and, with the feature `cuda`, a
 //! CUDA path. Its composed twin, in plain Candle operations, is the fallback for f64 and for
-//! devices without a path. The tests compare the paths with the twin in f64.
+//! devices without a path. The tests compare the paths with the twin in f64. The twin of
+//! [`policy_loss`](policy_loss()) is in `candle-grpo-loss`.
 //!
 //! The folder `src/ops/OPERATOR/` contains an operator's parts. Short operators without paths are
 //! files there.
@@ -157,6 +159,10 @@ pub use ops::log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradie
 pub use ops::paged_attention::cuda::{StepInputs, StepSize, StepTables};
 pub use ops::paged_attention::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
+};
+pub use ops::policy_loss::{
+    Divisor, EntropyBonus, KlEstimate, KlSlope, KlTerm, PolicyStatistic, PolicyTerms,
+    RatioSurrogate, TokenShare, policy_loss,
 };
 pub use ops::rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use ops::rope::{rope, rope_angles, rope_gradient};

@@ -19,6 +19,7 @@ pub(crate) mod linear_log_prob;
 pub(crate) mod linear_rows;
 pub(crate) mod log_prob;
 pub(crate) mod paged_attention;
+pub(crate) mod policy_loss;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod route;

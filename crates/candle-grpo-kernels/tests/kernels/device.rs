@@ -6,14 +6,15 @@ use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Draw, DrawOptions, HeadNorms, HeadTransform,
-    KeyValuePages, LogProbOptions, PrefixTree, Rounding, RowMap, Sequences, SlotRows, add_bias,
-    add_bias_gradient, add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype,
-    attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device,
-    cuda_device_count, cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens,
-    embedding, gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob,
-    release_cuda_memory, rms_norm, rms_norm_gradient, rope, rope_angles, rope_gradient,
-    scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
+    AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Divisor, Draw, DrawOptions, HeadNorms,
+    HeadTransform, KeyValuePages, LogProbOptions, PolicyTerms, PrefixTree, RatioSurrogate,
+    Rounding, RowMap, Sequences, SlotRows, TokenShare, add_bias, add_bias_gradient,
+    add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype, attention,
+    attention_gradient, causal_conv, causal_conv_gradient, cuda_device, cuda_device_count,
+    cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
+    gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob,
+    policy_loss, release_cuda_memory, rms_norm, rms_norm_gradient, rope, rope_angles,
+    rope_gradient, scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, devices, message, noise_tensor};
 
@@ -87,6 +88,28 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
     let gates = [&square, &square, &vector, &vector];
     let slots = [SlotRows { slot: 0, rows: 4 }];
     let states = || DeltaStates::new(1, heads, 4, dtype, device);
+    // It has no path for f64.
+    let log_probs = Tensor::zeros((4, 4), DType::F32, device)?;
+    let mask = Tensor::zeros((4, 4), DType::U8, device)?;
+    let terms = PolicyTerms {
+        mask: &mask,
+        old_log_probs: None,
+        advantages: &log_probs,
+        factors: [None, None],
+        policy_mask: None,
+        token_weights: None,
+        log_ratio_clamp: None,
+        surrogate: RatioSurrogate::PolicyGradient,
+        kl: None,
+        old_kl: None,
+        share: TokenShare {
+            scale: 1.0,
+            divisor: Divisor::One,
+        },
+        entropy: None,
+        entropy_bonus: None,
+        prompt_tokens: None,
+    };
     Ok(vec![
         ("adamw", adamw()),
         ("add_bias", add_bias(&[(&square, &vector)]).map(drop)),
@@ -161,6 +184,7 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
             "pages",
             KeyValuePages::new(1, 1, 4, dtype, device).map(drop),
         ),
+        ("policy_loss", policy_loss(&log_probs, &terms).map(drop)),
         ("rms_norm", rms_norm(&square, &vector, 1e-6).map(drop)),
         (
             "rms_norm_gradient",

@@ -24,6 +24,7 @@ mod linear_log_prob;
 mod linear_rows;
 mod log_prob;
 mod paged_attention;
+mod policy_loss;
 mod prefixes;
 mod rms_norm;
 mod rope;

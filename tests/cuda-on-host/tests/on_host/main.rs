@@ -44,6 +44,7 @@ mod host;
 mod linear_log_prob;
 mod log_prob;
 mod paged_attention;
+mod policy_loss;
 mod rms_norm;
 mod rope;
 mod route;
