@@ -120,16 +120,7 @@ impl Aggregation {
             }
             Self::PromptMeanTokenMean => {
                 let (batch, _) = mask.dims()?;
-                let tokens = match prompt_tokens {
-                    Some(tokens) if tokens.dims() == [batch] => tokens.detach(),
-                    Some(tokens) => bail!(
-                        "prompt_tokens: shape {:?}, must be [{batch}]",
-                        tokens.dims()
-                    ),
-                    None => bail!(
-                        "prompt_tokens: absent, a mean over prompts needs the number of tokens of each prompt"
-                    ),
-                };
+                let tokens = checked_prompt_tokens(prompt_tokens, batch)?.detach();
                 let tokens = tokens.to_dtype(statistics)?.maximum(1.)?;
                 (selected.sum(D::Minus1)? / tokens)?.sum_all()?
             }
@@ -139,7 +130,7 @@ impl Aggregation {
     }
 
     /// Returns the divisor for the sum over all sequences.
-    fn denominator(&self, totals: &StepTotals) -> Result<f64> {
+    pub(crate) fn denominator(&self, totals: &StepTotals) -> Result<f64> {
         let denominator = match *self {
             Self::TokenMean => totals.tokens,
             Self::TokenSum => 1.,
@@ -156,5 +147,22 @@ impl Aggregation {
             bail!("totals: {totals:?}, must give a positive denominator; it is {denominator}");
         }
         Ok(denominator)
+    }
+}
+
+/// Returns the number of tokens for each sequence's prompt, `[B]`, which a mean over prompts needs.
+pub(crate) fn checked_prompt_tokens(
+    prompt_tokens: Option<&Tensor>,
+    batch: usize,
+) -> Result<&Tensor> {
+    match prompt_tokens {
+        Some(tokens) if tokens.dims() == [batch] => Ok(tokens),
+        Some(tokens) => bail!(
+            "prompt_tokens: shape {:?}, must be [{batch}]",
+            tokens.dims()
+        ),
+        None => bail!(
+            "prompt_tokens: absent, a mean over prompts needs the number of tokens of each prompt"
+        ),
     }
 }

@@ -43,57 +43,39 @@ pub(super) struct CheckedBatch {
 }
 
 impl CheckedBatch {
-    pub(super) fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
-        let log_probs = batch.ensure_log_probs()?;
-        if !log_probs.dtype().is_float() {
-            bail!(
-                "log_probs: {:?}, must be of a float dtype",
-                log_probs.dtype()
-            );
-        }
-        if !log_probs.track_op() {
-            bail!(
-                "log_probs: detached, must be computed from the variables of the policy, or the loss has no gradient (for the value alone, pass a Var)"
-            );
-        }
-        let clean = Cleaner {
-            mask: Mask::new(&batch.response_mask)?,
-            dtype: arithmetic_dtype(log_probs.dtype()),
-        };
-        let log_probs = clean.per_token("log_probs", log_probs)?;
-        let old_log_probs = match clean.constant("old_log_probs", batch.old.log_probs())? {
+    pub(super) fn new(loss: &PolicyLoss, checked: &Checked) -> Result<Self> {
+        let batch = checked.batch;
+        let log_probs = checked.clean(checked.log_probs)?;
+        let old_log_probs = match checked.constant(batch.old.log_probs())? {
             Some(old) => old,
             None => log_probs.detach(),
         };
         let (token_log_ratio, log_ratio) =
-            log_ratios(loss, &log_probs, &old_log_probs, &clean.mask)?;
-        let entropy = batch.entropy.as_ref();
-        let entropy = entropy.map(|x| clean.per_token("entropy", x));
+            log_ratios(loss, &log_probs, &old_log_probs, &checked.mask)?;
+        let entropy = batch.entropy.as_ref().map(|x| checked.clean(x));
         Ok(Self {
             log_ratio,
             token_log_ratio,
             entropy: entropy.transpose()?,
-            rollout_log_probs: clean
-                .constant("rollout_log_probs", batch.rollout_log_probs.as_ref())?,
-            ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs.as_ref())?,
-            teacher_log_probs: clean
-                .constant("teacher_log_probs", batch.teacher_log_probs.as_ref())?,
-            taught: clean
-                .both("teacher_mask", &batch.teacher_mask)?
-                .unwrap_or_else(|| clean.mask.clone()),
-            values: clean.constant("values", batch.values.as_ref())?,
-            advantages: clean.spread("advantages", &batch.advantages)?,
-            scores: clean.optional_spread("scores", &batch.scores)?,
-            importance_weights: clean.importance_weights(&batch.importance_weights)?,
-            sample_weights: clean.optional_spread("sample_weights", &batch.sample_weights)?,
-            token_weights: clean.constant("token_weights", batch.token_weights.as_ref())?,
+            rollout_log_probs: checked.constant(batch.rollout_log_probs.as_ref())?,
+            ref_log_probs: checked.constant(batch.ref_log_probs.as_ref())?,
+            teacher_log_probs: checked.constant(batch.teacher_log_probs.as_ref())?,
+            taught: checked
+                .both(&batch.teacher_mask)?
+                .unwrap_or_else(|| checked.mask.clone()),
+            values: checked.constant(batch.values.as_ref())?,
+            advantages: checked.spread(&checked.advantages)?,
+            scores: checked.optional_spread(&checked.scores)?,
+            importance_weights: checked.cleaned_importance_weights()?,
+            sample_weights: checked.optional_spread(&checked.sample_weights)?,
+            token_weights: checked.constant(batch.token_weights.as_ref())?,
             groups: batch.groups.as_ref().map(Tensor::detach),
-            policy_mask: clean.flags("policy_mask", &batch.policy_mask)?,
-            entropy_mask: clean.both("entropy_mask", &batch.entropy_mask)?,
-            selected_tokens: clean.flags("selected_tokens", &batch.selected_tokens)?,
+            policy_mask: checked.flags(&batch.policy_mask)?,
+            entropy_mask: checked.both(&batch.entropy_mask)?,
+            selected_tokens: checked.flags(&batch.selected_tokens)?,
             log_probs,
             old_log_probs,
-            mask: clean.mask,
+            mask: checked.mask.clone(),
         })
     }
 
@@ -189,95 +171,148 @@ fn log_ratios(
     Ok((per_token, log_ratio))
 }
 
-/// Checks tensors against the mask, and sets them to 0 outside it.
-struct Cleaner {
-    mask: Mask,
+/// A batch whose tensors have the right shapes and are on the mask's device.
+pub(super) struct Checked<'a> {
+    pub(super) batch: &'a PolicyBatch,
+    pub(super) log_probs: &'a Tensor,
+    pub(super) mask: Mask,
+    /// Detached, `[B, T]` or `[B, 1]`.
+    pub(super) advantages: Tensor,
+    /// Detached, `[B, T]` or `[B, 1]`.
+    pub(super) importance_weights: Option<Tensor>,
+    /// Detached, `[B, T]` or `[B, 1]`.
+    pub(super) sample_weights: Option<Tensor>,
+    scores: Option<Tensor>,
     dtype: DType,
 }
 
-impl Cleaner {
-    /// Cleans a `[B, T]` tensor that keeps its gradient.
-    fn per_token(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        self.mask.check(name, x)?;
+impl<'a> Checked<'a> {
+    pub(super) fn new(batch: &'a PolicyBatch) -> Result<Self> {
+        let log_probs = batch.ensure_log_probs()?;
+        if !log_probs.dtype().is_float() {
+            bail!(
+                "log_probs: {:?}, must be of a float dtype",
+                log_probs.dtype()
+            );
+        }
+        if !log_probs.track_op() {
+            bail!(
+                "log_probs: detached, must be computed from the variables of the policy, or the loss has no gradient (for the value alone, pass a Var)"
+            );
+        }
+        let mask = Mask::new(&batch.response_mask)?;
+        mask.check("log_probs", log_probs)?;
+        for (name, x) in [
+            ("old_log_probs", batch.old.log_probs()),
+            ("entropy", batch.entropy.as_ref()),
+            ("rollout_log_probs", batch.rollout_log_probs.as_ref()),
+            ("ref_log_probs", batch.ref_log_probs.as_ref()),
+            ("teacher_log_probs", batch.teacher_log_probs.as_ref()),
+            ("teacher_mask", batch.teacher_mask.as_ref()),
+            ("values", batch.values.as_ref()),
+            ("token_weights", batch.token_weights.as_ref()),
+            ("policy_mask", batch.policy_mask.as_ref()),
+            ("entropy_mask", batch.entropy_mask.as_ref()),
+            ("selected_tokens", batch.selected_tokens.as_ref()),
+        ] {
+            if let Some(x) = x {
+                mask.check(name, x)?;
+            }
+        }
+        let per_sequence = |name: &str, x: &Option<Tensor>| {
+            let x = x.as_ref().map(|x| column_or_tokens(name, x, &mask));
+            x.transpose()
+        };
+        Ok(Self {
+            advantages: column_or_tokens("advantages", &batch.advantages, &mask)?,
+            scores: per_sequence("scores", &batch.scores)?,
+            importance_weights: per_sequence("importance_weights", &batch.importance_weights)?,
+            sample_weights: per_sequence("sample_weights", &batch.sample_weights)?,
+            dtype: arithmetic_dtype(log_probs.dtype()),
+            batch,
+            log_probs,
+            mask,
+        })
+    }
+
+    /// Sets a `[B, T]` tensor, which keeps its gradient, to 0 outside the mask.
+    fn clean(&self, x: &Tensor) -> Result<Tensor> {
         self.mask.select(&x.to_dtype(self.dtype)?)
     }
 
     /// Cleans a `[B, T]` tensor and detaches it.
-    fn constant(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
-        x.map(|x| self.per_token(name, &x.detach())).transpose()
+    fn constant(&self, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+        x.map(|x| self.clean(&x.detach())).transpose()
     }
 
-    /// Cleans a `[B]`, `[B, 1]` or `[B, T]` tensor and detaches it: `[B, T]`.
-    fn spread(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        self.per_token(name, &over_tokens(name, &x.detach(), &self.mask)?)
+    /// Cleans a `[B, 1]` or `[B, T]` tensor: `[B, T]`.
+    fn spread(&self, x: &Tensor) -> Result<Tensor> {
+        self.clean(&repeated(x, &self.mask)?)
     }
 
-    fn optional_spread(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
-        x.as_ref().map(|x| self.spread(name, x)).transpose()
+    fn optional_spread(&self, x: &Option<Tensor>) -> Result<Option<Tensor>> {
+        x.as_ref().map(|x| self.spread(x)).transpose()
     }
 
     /// Cleans weights `[B, T]`, or one per sequence as `[B, 1]` with 1 for an empty sequence.
-    fn importance_weights(&self, x: &Option<Tensor>) -> Result<Option<Tensor>> {
-        let Some(x) = x else {
+    fn cleaned_importance_weights(&self) -> Result<Option<Tensor>> {
+        let Some(x) = &self.importance_weights else {
             return Ok(None);
         };
-        let spread = self.spread("importance_weights", x)?;
-        let Some(per_sequence) = per_sequence(x, &self.mask)? else {
-            return Ok(Some(spread));
-        };
-        let per_sequence = per_sequence.detach().to_dtype(self.dtype)?;
+        if x.dim(1)? != 1 {
+            return self.clean(x).map(Some);
+        }
+        let per_sequence = x.to_dtype(self.dtype)?;
         let has_tokens = self.mask.lengths(self.dtype)?.gt(0.)?;
         let weights = has_tokens.where_cond(&per_sequence, &per_sequence.ones_like()?)?;
         Ok(Some(weights))
     }
 
     /// Returns the tokens in the mask that are also in `x` `[B, T]`.
-    fn both(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Mask>> {
-        x.as_ref()
-            .map(|x| {
-                self.mask.check(name, x)?;
-                self.mask.and(&x.detach())
-            })
-            .transpose()
+    fn both(&self, x: &Option<Tensor>) -> Result<Option<Mask>> {
+        x.as_ref().map(|x| self.mask.and(&x.detach())).transpose()
     }
 
     /// Cleans a `[B, T]` tensor and detaches it, as u8 flags.
-    fn flags(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
+    fn flags(&self, x: &Option<Tensor>) -> Result<Option<Tensor>> {
         x.as_ref()
-            .map(|x| {
-                self.mask.check(name, x)?;
-                self.mask.select(&x.detach().ne(0.)?)
-            })
+            .map(|x| self.mask.select(&x.detach().ne(0.)?))
             .transpose()
     }
 }
 
-/// Returns `[B]` and `[B, 1]` as `[B, 1]`. Moves CPU tensors to the mask's device.
-fn per_sequence(x: &Tensor, mask: &Mask) -> Result<Option<Tensor>> {
-    let (batch, _) = mask.dims()?;
+/// Returns `[B]` and `[B, 1]` as `[B, 1]`, and `[B, T]` as it is, detached. Moves values per
+/// sequence from the CPU to the mask's device.
+fn column_or_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    let (batch, tokens) = mask.dims()?;
+    let x = x.detach();
     let column = match *x.dims() {
         [b] if b == batch => x.unsqueeze(1)?,
-        [b, 1] if b == batch => x.clone(),
-        _ => return Ok(None),
-    };
-    if column.device().is_cpu() {
-        column.to_device(mask.selected().device()).map(Some)
-    } else {
-        Ok(Some(column))
-    }
-}
-
-/// Repeats `[B]` and `[B, 1]` for each token. Returns `[B, T]` unchanged.
-pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
-    let (batch, tokens) = mask.dims()?;
-    if let Some(column) = per_sequence(x, mask)? {
-        return column.broadcast_as((batch, tokens))?.contiguous();
-    }
-    if *x.dims() != [batch, tokens] {
-        bail!(
+        [b, 1] if b == batch => x,
+        [b, t] if [b, t] == [batch, tokens] => {
+            mask.check(name, &x)?;
+            return Ok(x);
+        }
+        _ => bail!(
             "{name}: shape {:?}, must be [{batch}] or [{batch}, {tokens}]",
             x.dims()
-        );
-    }
-    Ok(x.clone())
+        ),
+    };
+    let column = if column.device().is_cpu() {
+        column.to_device(mask.selected().device())?
+    } else {
+        column
+    };
+    mask.check(name, &column.broadcast_as((batch, tokens))?)?;
+    Ok(column)
+}
+
+/// Repeats `[B, 1]` for each token. Returns `[B, T]` unchanged.
+fn repeated(x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    x.broadcast_as(mask.dims()?)?.contiguous()
+}
+
+/// Repeats `[B]` and `[B, 1]` for each token. Returns `[B, T]` unchanged, detached.
+pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    repeated(&column_or_tokens(name, x, mask)?, mask)
 }

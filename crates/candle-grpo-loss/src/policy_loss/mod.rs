@@ -2,7 +2,7 @@
 
 mod batch;
 mod checked_batch;
-
+mod fused;
 mod linear;
 mod presets;
 mod teacher_term;
@@ -29,7 +29,7 @@ use crate::positive_nll::PositiveNll;
 use crate::surrogate::{Clip, LossLevel, Surrogate, TokenLoss};
 use crate::totals::StepTotals;
 use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
-use checked_batch::CheckedBatch;
+use checked_batch::{Checked, CheckedBatch};
 
 /// Treatment for sequences without a valid token in a mean over sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -339,7 +339,22 @@ impl PolicyLoss {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
         };
-        let mut inputs = CheckedBatch::new(self, batch)?;
+        let checked = Checked::new(batch)?;
+        let mut output = match fused::compute(self, &checked, &totals)? {
+            Some(output) => output,
+            None => self.composed(&checked, &totals)?,
+        };
+        if self.observation_coef > 0. {
+            let mean = observation_loss(batch, &totals, &mut output.metrics)?;
+            output.loss = (output.loss + (mean * self.observation_coef)?)?;
+        }
+        Ok(output)
+    }
+
+    /// Computes all terms except that on observations, in plain Candle operations.
+    fn composed(&self, checked: &Checked, totals: &StepTotals) -> Result<PolicyLossOutput> {
+        let prompt_tokens = checked.batch.prompt_tokens.as_ref();
+        let mut inputs = CheckedBatch::new(self, checked)?;
         let mut metrics = Metrics::new();
         let distilled = match &self.distillation {
             Some(distillation) => distillation.apply(&mut inputs, &mut metrics)?,
@@ -350,8 +365,7 @@ impl PolicyLoss {
                 Some(weights) => (x * weights)?,
                 None => x.clone(),
             };
-            let prompt_tokens = batch.prompt_tokens.as_ref();
-            aggregation.apply_with_prompts(&weighted, &inputs.mask, &totals, prompt_tokens)
+            aggregation.apply_with_prompts(&weighted, &inputs.mask, totals, prompt_tokens)
         };
         let aggregate = |x: &Tensor| aggregate_by(self.aggregation, x);
 
@@ -364,12 +378,7 @@ impl PolicyLoss {
         inputs.push_ratio_metrics(&mut metrics)?;
         let mut loss = aggregate(&self.weighted(&scored.loss, &inputs)?)?;
         if let Some(config) = &self.kl {
-            let Some(reference) = &inputs.ref_log_probs else {
-                bail!(
-                    "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
-                );
-            };
-            let kl = inputs.kl(config, reference)?;
+            let kl = inputs.kl(config, required_reference(&inputs.ref_log_probs)?)?;
             metrics.push_masked_mean("kl", &kl, &inputs.mask)?;
             loss = (loss + (aggregate(&kl)? * config.coef)?)?;
         }
@@ -392,28 +401,23 @@ impl PolicyLoss {
             metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
         }
         if self.entropy_coef > 0. {
-            loss = (loss - self.entropy_bonus(&inputs, &totals, batch)?)?;
-        }
-        if self.observation_coef > 0. {
-            let mean = observation_loss(batch, &totals, &mut metrics)?;
-            loss = (loss + (mean * self.observation_coef)?)?;
+            let entropy = required_entropy(&inputs.entropy)?;
+            let (aggregation, totals) = self.entropy_mean(checked.batch, totals)?;
+            let mask = inputs.entropy_mask.as_ref().unwrap_or(&inputs.mask);
+            let mean = aggregation.apply_with_prompts(entropy, mask, &totals, prompt_tokens)?;
+            loss = (loss - (mean * self.entropy_coef)?)?;
         }
         Ok(PolicyLossOutput { loss, metrics })
     }
 
-    fn entropy_bonus(
+    /// Returns the aggregation in the entropy bonus, and its counts.
+    fn entropy_mean(
         &self,
-        inputs: &CheckedBatch,
-        totals: &StepTotals,
         batch: &PolicyBatch,
-    ) -> Result<Tensor> {
-        let Some(entropy) = &inputs.entropy else {
-            bail!(
-                "entropy: absent, an entropy bonus needs the entropy of each position (or set entropy_coef to 0)"
-            );
-        };
-        let mean = match (&inputs.entropy_mask, self.entropy_tokens) {
-            (Some(mask), _) => {
+        totals: &StepTotals,
+    ) -> Result<(Aggregation, StepTotals)> {
+        match (&batch.entropy_mask, self.entropy_tokens) {
+            (Some(_), _) => {
                 let Some(tokens) = totals.entropy_tokens else {
                     bail!(
                         "totals.entropy_tokens: absent, an entropy mask needs the number of its tokens over the whole step (StepTotals::with_entropy_mask)"
@@ -424,17 +428,16 @@ impl PolicyLoss {
                     tokens: tokens.max(1.),
                     ..*totals
                 };
-                Aggregation::TokenMean.apply(entropy, mask, &totals)?
+                Ok((Aggregation::TokenMean, totals))
             }
             (None, EntropyTokens::TopEntropy) => bail!(
                 "entropy_mask: absent, entropy_tokens: top_entropy needs the tokens of highest entropy (candle_grpo_core::selection::top_entropy_tokens)"
             ),
-            (None, EntropyTokens::All) => self
-                .entropy_aggregation
-                .unwrap_or(self.aggregation)
-                .apply_with_prompts(entropy, &inputs.mask, totals, batch.prompt_tokens.as_ref())?,
-        };
-        mean * self.entropy_coef
+            (None, EntropyTokens::All) => {
+                let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
+                Ok((aggregation, *totals))
+            }
+        }
     }
 
     /// Fails if a configured correction is missing, or if there is one although the ratio already
@@ -490,6 +493,26 @@ impl PolicyLoss {
             policy = (policy * weights)?;
         }
         Ok(policy)
+    }
+}
+
+/// Returns the reference's log-probs, which a KL loss needs.
+fn required_reference(ref_log_probs: &Option<Tensor>) -> Result<&Tensor> {
+    match ref_log_probs {
+        Some(reference) => Ok(reference),
+        None => bail!(
+            "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
+        ),
+    }
+}
+
+/// Returns the entropy, which an entropy bonus needs.
+fn required_entropy(entropy: &Option<Tensor>) -> Result<&Tensor> {
+    match entropy {
+        Some(entropy) => Ok(entropy),
+        None => bail!(
+            "entropy: absent, an entropy bonus needs the entropy of each position (or set entropy_coef to 0)"
+        ),
     }
 }
 

@@ -6,12 +6,13 @@ use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::experimental::{FutureKl, Vespo};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, GeometricMean, KlCov, Likelihood,
-    MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask,
+    MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, SurrogateInputs, TokenLosses, Topr,
+    UnifiedMask,
 };
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,
     PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll, StepTotals, Surrogate, TeacherTerm,
-    TeacherTermForm,
+    TeacherTermForm, TokenLoss,
 };
 use candle_grpo_test_support::{assert_close, noise, numbers};
 
@@ -146,6 +147,23 @@ impl Fixture {
     pub(crate) fn totals(&self) -> Result<StepTotals> {
         let counted = StepTotals::count(&Tensor::from_slice(&self.mask, (B, T), &self.device)?)?;
         Ok(counted.with_prompts(2.))
+    }
+}
+
+/// Returns the same loss with its surrogate as a custom one, which has no fused path.
+pub(crate) fn composed(loss: &PolicyLoss) -> PolicyLoss {
+    #[derive(Debug)]
+    struct Wrapped(Surrogate);
+
+    impl TokenLoss for Wrapped {
+        fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+            self.0.per_token(inputs)
+        }
+    }
+
+    PolicyLoss {
+        surrogate: Surrogate::custom(Wrapped(loss.surrogate.clone())),
+        ..loss.clone()
     }
 }
 

@@ -9,6 +9,7 @@ mod distillation_loss;
 mod documentation;
 mod fixture;
 mod formulas;
+mod fused_loss;
 mod gradients;
 mod group_contrast;
 mod linear_policy_loss;
