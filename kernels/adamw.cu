@@ -205,6 +205,8 @@ struct Moment {
             }
             block[i] = (uint8_t)code;
         }
+        // All lanes have read the scale. The shuffles above do not order memory.
+        __syncwarp();
         if (lane == 0) *reinterpret_cast<float *>(block + NUMBERS) = largest;
     }
 };
