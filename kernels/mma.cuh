@@ -15,10 +15,10 @@
 #include "cuda_mma.h"
 
 template <typename T> struct UnpackHalf {
-    void operator()(uint32_t word, float *out) const { unpack_word(word, out, (const T *)nullptr); }
+    CUDA_HOST_EMULATION void operator()(uint32_t word, float *out) const { unpack_word(word, out, (const T *)nullptr); }
 };
 struct UnpackTf32 {
-    void operator()(uint32_t word, float *out) const { out[0] = __uint_as_float(word & 0xffffe000u); }
+    CUDA_HOST_EMULATION void operator()(uint32_t word, float *out) const { out[0] = __uint_as_float(word & 0xffffe000u); }
 };
 #endif
 

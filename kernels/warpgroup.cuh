@@ -87,11 +87,12 @@ template <int ROWS> __device__ __forceinline__ uint64_t operand_at(uint64_t tile
 WARPGROUP_SIZES(__nv_bfloat16, bf16)
 WARPGROUP_SIZES(__half, f16)
 #elif defined(CUDA_ON_HOST)
+template <typename T> void unpack_half(uint32_t word, float *two) { UnpackHalf<T>()(word, two); }
 template <int pieces, typename T> void start_product(float (&c)[pieces][4], uint64_t a, uint64_t b, bool adds, const T *) {
-    cuda_host::start_product(c, a, b, adds, UnpackHalf<T>());
+    cuda_host::start_product(c[0], pieces, adds, a, b, unpack_half<T>);
 }
 template <int pieces, typename T> void start_product(float (&c)[pieces][4], const FragmentA &a, uint64_t b, const T *) {
-    cuda_host::start_product(c, a.words, b, UnpackHalf<T>());
+    cuda_host::start_product(c[0], pieces, a.words, b, unpack_half<T>);
 }
 #endif
 
@@ -102,7 +103,9 @@ __device__ __forceinline__ int first_row_of_warpgroup() { return __shfl_sync(0xf
 // Makes shared memory that this thread has written visible to products that start after the next
 // barrier.
 __device__ __forceinline__ void publish_operands() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(CUDA_ON_HOST)
+#ifdef CUDA_ON_HOST
+    cuda_host::publish_operands();
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }

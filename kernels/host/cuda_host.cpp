@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#define CUDA_HOST_RUNTIME
 #include "include/cuda_host.h"
+#include "races.h"
 
 thread_local uint3 threadIdx;
 thread_local uint3 blockIdx;
@@ -28,6 +30,9 @@ thread_local const char* cuda_host_kernel = "a kernel";
 
 namespace {
 
+namespace races = cuda_host::races;
+
+constexpr size_t most_threads = 1024;
 constexpr size_t stack_bytes = 128 << 10;
 // The stacks of a block start at different lines of the cache. At the same line of each page, they would displace each other.
 constexpr size_t stack_shift = 320, longest_shift = 60 << 10;
@@ -41,12 +46,12 @@ using Jump = void* [5];
 struct Fiber {
     Jump here;
     bool started = false;  // it has a frame on its stack
-    void* stack = nullptr;
     uint3 index;
     State state;
     const char* operation;  // the operation of the waiting fiber
     unsigned mask;
     uint64_t brought;
+    bool is_barrier;
     cuda_host::Collective collective;  // null for an exchange of values
     const cuda_host::Lanes* received;  // values of the lanes in the last exchange
     cuda_host::Lanes lanes;            // the same, if this is the first lane of the exchange
@@ -66,32 +71,30 @@ struct Launch {
 
 thread_local Launch* launch = nullptr;
 
-// The fibers of the largest block so far, which serve every launch of a thread.
+// The fibers of the largest block so far, which serve every launch of a thread, and their stacks.
 struct Fibers {
     std::unique_ptr<Fiber[]> all;
     size_t count = 0;
+    char* stacks = nullptr;
 
     Fiber* take(size_t wanted) {
+        if (stacks == nullptr) {
+            stacks = (char*)mmap(nullptr, most_threads * stack_bytes, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            if (stacks == MAP_FAILED) {
+                perror("cuda_host: the stacks");
+                abort();
+            }
+        }
         if (wanted > count) {
-            std::unique_ptr<Fiber[]> more(new Fiber[wanted]);
-            for (size_t i = 0; i < wanted; i++) more[i].stack = i < count ? all[i].stack : new_stack();
-            all = std::move(more);
+            all.reset(new Fiber[wanted]);
             count = wanted;
         }
         return all.get();
     }
 
-    static void* new_stack() {
-        void* stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (stack == MAP_FAILED) {
-            perror("cuda_host: a stack");
-            abort();
-        }
-        return stack;
-    }
-
     ~Fibers() {
-        for (size_t i = 0; i < count; i++) munmap(all[i].stack, stack_bytes);
+        if (stacks != nullptr) munmap(stacks, most_threads * stack_bytes);
     }
 };
 
@@ -112,8 +115,9 @@ __attribute__((noinline)) void run_fiber() {
 __attribute__((noinline)) void start(Fiber* fiber) {
     ucontext_t context;
     getcontext(&context);
-    context.uc_stack.ss_sp = fiber->stack;
-    context.uc_stack.ss_size = stack_bytes - (size_t)(fiber - launch->fibers) * stack_shift % longest_shift;
+    const size_t number = (size_t)(fiber - launch->fibers);
+    context.uc_stack.ss_sp = fibers.stacks + number * stack_bytes;
+    context.uc_stack.ss_size = stack_bytes - number * stack_shift % longest_shift;
     context.uc_link = nullptr;
     makecontext(&context, run_fiber, 0);
     fiber->started = true;
@@ -123,6 +127,7 @@ __attribute__((noinline)) void start(Fiber* fiber) {
 __attribute__((noinline)) void resume(Fiber* fiber) {
     launch->running = fiber;
     threadIdx = fiber->index;
+    races::run_thread((size_t)(fiber - launch->fibers));
     if (__builtin_setjmp(launch->scheduler) != 0) return;
     if (fiber->started) __builtin_longjmp(fiber->here, 1);
     start(fiber);
@@ -152,6 +157,7 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
         // All lanes read these before the next operation of one of them ends.
         for (size_t from = 0; from < lanes; from++) warp[i].lanes[from] = warp[from].brought;
         if (warp[i].collective != nullptr) warp[i].collective(warp[i].lanes);
+        if (warp[i].is_barrier) races::meet_at_warp_barrier((size_t)(warp - launch->fibers) / 32, mask);
         for (size_t to = 0; to < lanes; to++) {
             if (!(mask >> to & 1)) continue;
             warp[to].received = &warp[i].lanes;
@@ -167,6 +173,7 @@ bool end_block_barrier() {
     for (size_t i = 0; i < launch->threads; i++)
         if (launch->fibers[i].state != State::AtBlockBarrier) return false;
     for (size_t i = 0; i < launch->threads; i++) launch->fibers[i].state = State::Ready;
+    races::meet_at_block_barrier();
     return true;
 }
 
@@ -241,6 +248,7 @@ void run_loop(bool reverse) {
     for (unsigned i = 0; i < threads; i++) {
         const unsigned thread = reverse ? threads - 1 - i : i;
         threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+        races::run_thread(thread);
         launch->body(launch->argument);
     }
 }
@@ -287,28 +295,31 @@ unsigned lane() {
 
 void block_barrier() { wait(State::AtBlockBarrier, "__syncthreads"); }
 
-const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
+// Waits at an operation of the lanes in `mask`.
+static Fiber* arrive(const char* name, unsigned mask, uint64_t brought, bool is_barrier, Collective collective) {
     Fiber* self = launch->running;
     if (self == nullptr) fail("%s in a loop of threads", name);
     if (!(mask >> lane() & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
     self->mask = mask;
-    self->brought = value;
-    self->collective = nullptr;
-    wait(State::AtWarpOperation, name);
-    return *self->received;
-}
-
-void warp_collective(const char* name, void* argument, Collective collective) {
-    Fiber* self = launch->running;
-    if (self == nullptr) fail("%s in a loop of threads", name);
-    self->mask = 0xffffffffu;
-    self->brought = (uint64_t)(uintptr_t)argument;
+    self->brought = brought;
+    self->is_barrier = is_barrier;
     self->collective = collective;
     wait(State::AtWarpOperation, name);
+    return self;
+}
+
+const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
+    return *arrive(name, mask, value, false, nullptr)->received;
+}
+
+void warp_barrier(unsigned mask) { arrive("__syncwarp", mask, 0, true, nullptr); }
+
+void warp_collective(const char* name, void* argument, Collective collective) {
+    arrive(name, 0xffffffffu, (uint64_t)(uintptr_t)argument, false, collective);
 }
 
 void fail(const char* format, ...) {
-    char text[400];
+    char text[1000];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
@@ -399,8 +410,10 @@ thread_local SharedMemory shared_memory;
 //
 // With `is_loop` the threads are calls in a loop. That is faster, but a kernel with barriers or
 // warp operations fails.
+//
+// With `finds_races` a race is an error, if the kernel has the hooks of races.h.
 extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
-                                        bool is_loop, void (*body)(void*), void* argument) {
+                                        bool is_loop, bool finds_races, void (*body)(void*), void* argument) {
     static thread_local std::string error;
     static const bool handled = [] {
         struct sigaction action = {};
@@ -413,7 +426,7 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     error.clear();
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || threads == 0) error = "a launch without threads";
     if (grid[1] > 65535 || grid[2] > 65535 || grid[0] > 0x7fffffffu) error = "a grid larger than a GPU takes";
-    if (threads > 1024 || block[2] > 64) error = "a block larger than a GPU takes";
+    if (threads > most_threads || block[2] > 64) error = "a block larger than a GPU takes";
     if (shared_bytes > 99 << 10) error = "more than 99 KiB of shared memory, which some GPUs do not have";
     if (!error.empty()) return error.c_str();
 
@@ -428,17 +441,23 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     launch = &current;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
+    if (finds_races)
+        races::begin_launch({(uintptr_t)fibers.stacks, most_threads * stack_bytes},
+                            {(uintptr_t)current.shared, current.shared_bytes});
     std::mt19937 random(order);
     size_t blocks = (size_t)grid[0] * grid[1] * grid[2];
     for (size_t i = 0; i < blocks && current.error.empty(); i++) {
         size_t at = order == 1 ? blocks - 1 - i : i;
         blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]), (unsigned)(at / grid[0] / grid[1])};
+        races::begin_block(at, threads);
         if (is_loop) run_loop(order == 1);
         else run_block(random, order == 1, order > 1);
     }
     launch = nullptr;
+    races::end_launch();
     if (current.error.empty()) return nullptr;
     // Fibers of this launch may be within a kernel, whose frames are abandoned.
+    cuda_host::forget_started();
     for (size_t i = 0; !is_loop && i < threads; i++) current.fibers[i].started = false;
     char text[80];
     snprintf(text, sizeof text, "block (%u, %u, %u): ", blockIdx.x, blockIdx.y, blockIdx.z);

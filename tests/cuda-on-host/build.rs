@@ -40,7 +40,10 @@ fn main() {
     cpp(&kernels)
         .opt_level(3)
         .include(kernels.join("host/driver"))
-        .file(kernels.join("host/cuda_host.cpp"))
+        .files(
+            ["cuda_host.cpp", "races.cpp", "asynchronous.cpp"]
+                .map(|name| kernels.join("host").join(name)),
+        )
         .file(kernels.join("host/driver/cuda.cpp"))
         .file(kernels.join("host/driver/cublas.cpp"))
         .compile("cuda_host");
@@ -53,12 +56,14 @@ fn main() {
         "*Dim",
         "hopper_*",
         "__ubsan_handle_*",
+        "__tsan_*",
     ] {
         println!("cargo::rustc-link-arg-tests=-Wl,--export-dynamic-symbol={names}");
     }
 }
 
-/// Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
+/// Functions of kernels/host report undefined behavior and races, so no sanitizer runtime is
+/// linked.
 fn checked(kernels: &Path) -> cc::Build {
     let mut build = cpp(kernels);
     build
@@ -72,6 +77,14 @@ fn checked(kernels: &Path) -> cc::Build {
         .flag("-fsanitize=undefined")
         .flag("-fno-sanitize=vptr")
         .flag("-fno-sanitize-recover=all");
+    // A loop that became a call of memset would have no hooks of races.cpp.
+    for flag in [
+        "-fsanitize=thread",
+        "--param=tsan-instrument-func-entry-exit=0",
+        "-fno-tree-loop-distribute-patterns",
+    ] {
+        build.flag(flag);
+    }
     build
 }
 

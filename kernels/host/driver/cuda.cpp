@@ -8,6 +8,7 @@
 // CUDA_ON_HOST_HOPPER=1 The GPU has compute capability 9.0, and modules have its kernels.
 // CUDA_FORCE_PTX_JIT=1  Modules have the kernels of their PTX, which are those for 8.0.
 // CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
+// CUDA_ON_HOST_RACES=1  A race between the threads of a launch is an error, in modules that nvcc has compiled with --races.
 // CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
 // CUDA_ON_HOST_MAPS=0   The GPU has no virtual memory management.
 //
@@ -53,10 +54,11 @@
 
 extern "C" {
 const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order, bool is_loop,
-                             void (*body)(void*), void* argument);
+                             bool finds_races, void (*body)(void*), void* argument);
 void* cuda_host_buffer(size_t bytes);
 void cuda_host_free(void* buffer, size_t bytes);
 extern thread_local const char* cuda_host_kernel;
+extern thread_local uint64_t cuda_host_race;
 }
 
 typedef int CUresult;
@@ -238,6 +240,11 @@ bool is_lazy() {
     return lazy;
 }
 
+bool finds_races() {
+    static const bool finds = variable("CUDA_ON_HOST_RACES") == 1;
+    return finds;
+}
+
 int device_count() {
     static const unsigned count = [] {
         // An empty list hides all devices, and so does -1 as the first one, as in NVIDIA's driver.
@@ -260,7 +267,7 @@ struct Failing {
 thread_local std::map<std::string, Failing> failing;
 
 CUresult refuse(CUresult result, const char* format, ...) {
-    char text[400];
+    char text[1200];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
@@ -1148,7 +1155,9 @@ CUresult cuModuleLoadData(void** module, const void* image) {
     if (sscanf((const char*)image, "CUDA-ON-HOST %15s %4095[^\n]", threads, path) != 2)
         return refuse(INVALID_IMAGE, "a module that is not of kernels/host/bin/nvcc");
     if (strcmp(threads, "none") == 0) return refuse(NOT_SUPPORTED, "the kernels of %s are not emulated", path);
-    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    const std::string with_hooks = std::string(path, strlen(path) - strlen(".so")) + ".races.so";
+    const bool has_hooks = finds_races() && access(with_hooks.c_str(), R_OK) == 0;
+    void* library = dlopen(has_hooks ? with_hooks.c_str() : path, RTLD_NOW | RTLD_LOCAL);
     const Kernel* kernel = library == nullptr ? nullptr : (const Kernel*)dlsym(library, "cuda_host_kernels");
     if (kernel == nullptr) return refuse(INVALID_IMAGE, "%s", dlerror());
     auto* loaded = new Module;
@@ -1213,8 +1222,13 @@ CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned
         const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
         auto thread = [](void* launch) { ((Launch*)launch)->kernel->call(((Launch*)launch)->pointers.data()); };
         cuda_host_kernel = kernel->name;
-        const char* error = cuda_host_launch(grid, block, shared_bytes, order, is_loop, thread, launch.get());
-        if (error != nullptr) broken = refuse(ASSERT, "%s: %s", kernel->name, error);
+        const char* error = cuda_host_launch(grid, block, shared_bytes, order, is_loop, finds_races(), thread, launch.get());
+        if (error == nullptr) return;
+        broken = refuse(ASSERT, "%s: %s", kernel->name, error);
+        const auto raced = finds_races() ? allocation_of(cuda_host_race) : memory.end();
+        if (raced != memory.end())
+            refuse(ASSERT, "the race is at byte %zu of the %zu bytes at %p", (size_t)(cuda_host_race - raced->first),
+                   raced->second.bytes, (void*)raced->first);
     }});
 }
 

@@ -36,11 +36,18 @@ CUDA_HOST_VECTORS(int, int)
 CUDA_HOST_VECTORS(unsigned, uint)
 #undef CUDA_HOST_VECTORS
 
-// Kernels in shared libraries (kernels/host/bin/nvcc) read these without a call.
-#ifdef CUDA_HOST_MODULE
-#define CUDA_HOST_INDEX extern thread_local __attribute__((tls_model("initial-exec")))
-#else
+// Functions that emulate something. Their accesses are not those of the kernel, in which races are
+// found (kernels/host/races.h).
+#define CUDA_HOST_EMULATION __attribute__((no_sanitize_thread))
+
+// Constants to a thread. Kernels in shared libraries (kernels/host/bin/nvcc) read them without a
+// call.
+#ifdef CUDA_HOST_RUNTIME
 #define CUDA_HOST_INDEX extern thread_local
+#elif defined(CUDA_HOST_MODULE)
+#define CUDA_HOST_INDEX extern thread_local __attribute__((tls_model("initial-exec"))) const
+#else
+#define CUDA_HOST_INDEX extern thread_local const
 #endif
 CUDA_HOST_INDEX uint3 threadIdx;
 CUDA_HOST_INDEX uint3 blockIdx;
@@ -60,6 +67,13 @@ void block_barrier();
 // Arrives with `value` at the operation `name` of the lanes in `mask`, and returns the values of
 // all lanes.
 const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value);
+
+// Arrives at __syncwarp of the lanes in `mask`, which orders their accesses to memory.
+void warp_barrier(unsigned mask);
+
+// Say how the running thread accesses memory, where a function that emulates something does it.
+void reads(const void* address, size_t bytes);
+void changes_atomically(const void* address, size_t bytes, const void* code);
 
 // A function of the arguments of all lanes.
 using Collective = void (*)(const Lanes& arguments);
@@ -94,7 +108,7 @@ T from_bits(uint64_t bits) {
 
 // The value of lane `from`, or the lane's own value if `from` is outside its part of the warp.
 template <class T>
-T shuffle(const char* name, unsigned mask, T value, int from, int width) {
+CUDA_HOST_EMULATION T shuffle(const char* name, unsigned mask, T value, int from, int width) {
     int self = (int)lane(), first = self / width * width;
     const Lanes& lanes = warp_exchange(name, mask, to_bits(value));
     if (from < first || from >= first + width) return value;
@@ -105,7 +119,7 @@ T shuffle(const char* name, unsigned mask, T value, int from, int width) {
 }  // namespace cuda_host
 
 static inline void __syncthreads() { cuda_host::block_barrier(); }
-static inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_host::warp_exchange("__syncwarp", mask, 0); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_host::warp_barrier(mask); }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 
@@ -126,7 +140,7 @@ template <class T>
 T __shfl_up_sync(unsigned mask, T value, int by, int width = 32) {
     return cuda_host::shuffle("__shfl_up_sync", mask, value, (int)cuda_host::lane() - by, width);
 }
-static inline unsigned __ballot_sync(unsigned mask, int predicate) {
+CUDA_HOST_EMULATION static inline unsigned __ballot_sync(unsigned mask, int predicate) {
     const cuda_host::Lanes& lanes = cuda_host::warp_exchange("__ballot_sync", mask, predicate != 0);
     unsigned votes = 0;
     for (int i = 0; i < 32; i++) votes |= (mask >> i & 1 && lanes[i] ? 1u : 0u) << i;
@@ -139,27 +153,21 @@ static inline int __ffs(int bits) { return __builtin_ffs(bits); }
 static inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz((unsigned)bits); }
 
 // Fibers switch only at barriers, so plain arithmetic is atomic.
-template <class T, class U>
-T atomicAdd(T* address, U value) {
-    T old = *address;
-    *address = old + (T)value;
-    return old;
-}
-template <class T, class U>
-T atomicMax(T* address, U value) {
-    T old = *address;
-    if ((T)value > old) *address = (T)value;
-    return old;
-}
-
-template <class T, class U>
-T atomicMin(T* address, U value) {
-    T old = *address;
-    if ((T)value < old) *address = (T)value;
-    return old;
-}
+#define CUDA_HOST_ATOMIC(name, ...)                                                             \
+    template <class T, class U>                                                                 \
+    CUDA_HOST_EMULATION T name(T* address, U value) {                                           \
+        cuda_host::changes_atomically(address, sizeof(T), __builtin_return_address(0));         \
+        T old = *address;                                                                       \
+        __VA_ARGS__;                                                                            \
+        return old;                                                                             \
+    }
+CUDA_HOST_ATOMIC(atomicAdd, *address = old + (T)value)
+CUDA_HOST_ATOMIC(atomicMax, if ((T)value > old) *address = (T)value)
+CUDA_HOST_ATOMIC(atomicMin, if ((T)value < old) *address = (T)value)
+#undef CUDA_HOST_ATOMIC
 template <class T, class U, class V>
-T atomicCAS(T* address, U expected, V value) {
+CUDA_HOST_EMULATION T atomicCAS(T* address, U expected, V value) {
+    cuda_host::changes_atomically(address, sizeof(T), __builtin_return_address(0));
     T old = *address;
     if (old == (T)expected) *address = (T)value;
     return old;

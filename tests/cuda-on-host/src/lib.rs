@@ -4,9 +4,9 @@
 //! threads of a block are fibers that synchronize at barriers and shuffles. [`Kernels`] has a
 //! function for each kernel with an element type; the other kernels are functions of this crate.
 //!
-//! The tests show the results of a kernel, that its threads meet at every barrier, and that its
-//! accesses are aligned and in bounds. They do not show the speed on a GPU, or races between warps
-//! that no order of the fibers reveals.
+//! The tests show the results of a kernel, that its threads meet at every barrier, that its
+//! accesses are aligned and in bounds, and that no threads race. They do not show the speed on a
+//! GPU.
 #![allow(unsafe_code)]
 
 mod expected;
@@ -26,6 +26,7 @@ unsafe extern "C" {
         shared_bytes: usize,
         order: u32,
         is_loop: bool,
+        finds_races: bool,
         body: extern "C" fn(*mut c_void),
         argument: *mut c_void,
     ) -> *const c_char;
@@ -59,7 +60,11 @@ pub(crate) fn selected(name: &str, default: *const ()) -> *const () {
 
 /// Orders of the threads of a block: ascending, descending and random. A result that differs
 /// between orders shows a missing barrier.
-pub const ORDERS: [u32; 3] = [0, 1, 20];
+pub const ORDERS: [u32; 3] = [FINDS_RACES, 1, 20];
+
+/// The order in which a race is an error: two accesses of the same memory that nothing orders, even
+/// if they are right in each order.
+pub const FINDS_RACES: u32 = 0;
 
 /// The shape of a launch.
 #[derive(Debug, Clone, Copy)]
@@ -87,8 +92,9 @@ impl Grid {
 ///
 /// # Errors
 ///
-/// Fails on a deadlock of threads, and on undefined behavior of C++, with its source location. An
-/// access outside of every [`Buffer`] ends the process with a message.
+/// Fails on a deadlock of threads, and on undefined behavior of C++, with its source location. In
+/// the order [`FINDS_RACES`] it fails on a race. An access outside of every [`Buffer`] ends the
+/// process with a message.
 ///
 /// # Safety
 ///
@@ -106,6 +112,7 @@ pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), S
             grid.shared_bytes,
             order,
             false,
+            order == FINDS_RACES,
             call::<F>,
             (&raw const thread).cast_mut().cast(),
         )

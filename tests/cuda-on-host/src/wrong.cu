@@ -1,12 +1,15 @@
 // Kernels with one mistake each, and right ones, for the tests of the emulation.
 
-// Each thread reads its neighbor's number; without the barrier, before or after it is written.
+#include "cuda_copy.h"
+
+// Each thread reads the number of the one before; without the barrier, before or after it is
+// written.
 template <bool barrier>
 __device__ void rotate(float* out) {
     __shared__ float numbers[64];
     numbers[threadIdx.x] = (float)threadIdx.x;
     if (barrier) __syncthreads();
-    out[threadIdx.x] = numbers[(threadIdx.x + 1) % blockDim.x];
+    out[threadIdx.x] = numbers[(threadIdx.x + blockDim.x - 1) % blockDim.x];
 }
 extern "C" __global__ void wrong_no_barrier(float* out) { rotate<false>(out); }
 extern "C" __global__ void right_barrier(float* out) { rotate<true>(out); }
@@ -40,6 +43,58 @@ extern "C" __global__ void wrong_shared_index(float* out) {
 }
 
 extern "C" __global__ void wrong_overflow(int rows, float* out) { out[threadIdx.x] = (float)(rows * 65536); }
+
+// Kernels that race, and whose results are right in each order of the threads. Each thread writes
+// its number again while its neighbor may still read it.
+enum class Between { Nothing, Shuffle, LanesBarrier, Barrier };
+template <Between between>
+__device__ void write_again(float* out) {
+    __shared__ float numbers[64];
+    numbers[threadIdx.x] = (float)threadIdx.x;
+    __syncthreads();
+    // Earlier barriers, whose number differs between warps, order nothing that follows.
+    for (unsigned i = 0; i < 1 + 2 * (threadIdx.x / 32); i++) __syncwarp();
+    const float next = numbers[(threadIdx.x + 1) % blockDim.x];
+    if (between == Between::Shuffle) __shfl_sync(0xffffffffu, next, 0);
+    if (between == Between::LanesBarrier) __syncwarp();
+    if (between == Between::Barrier) __syncthreads();
+    numbers[threadIdx.x] = (float)threadIdx.x;
+    out[blockIdx.x * blockDim.x + threadIdx.x] = next;
+}
+extern "C" __global__ void race_without_barrier(float* out) { write_again<Between::Nothing>(out); }
+extern "C" __global__ void race_after_shuffle(float* out) { write_again<Between::Shuffle>(out); }
+extern "C" __global__ void after_barrier_of_lanes(float* out) { write_again<Between::LanesBarrier>(out); }
+extern "C" __global__ void after_barrier(float* out) { write_again<Between::Barrier>(out); }
+
+// Each block writes the same numbers, or its own ones.
+extern "C" __global__ void race_of_blocks(float* out) { out[threadIdx.x] = (float)threadIdx.x; }
+extern "C" __global__ void blocks(float* out) { out[blockIdx.x * blockDim.x + threadIdx.x] = (float)threadIdx.x; }
+
+// Each thread copies a number, and looks at its neighbor's.
+template <bool wait, bool barrier>
+__device__ void copies(float* out) {
+    __shared__ float numbers[64];
+    cuda_host::start_copy(numbers + threadIdx.x, out + threadIdx.x, true, 4);
+    if (wait) cuda_host::wait_for_copies();
+    if (barrier) __syncthreads();
+    const bool is_huge = numbers[(threadIdx.x + barrier) % blockDim.x] > 1e30f;
+    if (!wait) cuda_host::wait_for_copies();
+    __syncthreads();
+    out[threadIdx.x] = is_huge ? 1.0f : 2.0f;
+}
+extern "C" __global__ void race_before_own_wait(float* out) { copies<false, false>(out); }
+extern "C" __global__ void race_before_other_wait(float* out) { copies<false, true>(out); }
+extern "C" __global__ void own_copy(float* out) { copies<true, false>(out); }
+extern "C" __global__ void other_copy(float* out) { copies<true, true>(out); }
+
+// Each thread of all blocks counts, and one also looks at the count.
+template <bool look>
+__device__ void count(float* out) {
+    atomicAdd(out, 1.0f);
+    if (look && threadIdx.x == 5) out[1] = *out > 1e30f ? 1.0f : -1.0f;
+}
+extern "C" __global__ void race_with_atomic(float* out) { count<true>(out); }
+extern "C" __global__ void atomics(float* out) { count<false>(out); }
 
 extern "C" __global__ void shuffles(float* out) {
     int lane = (int)(threadIdx.x % 32);

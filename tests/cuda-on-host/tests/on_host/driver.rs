@@ -208,12 +208,16 @@ fn image() -> &'static CStr {
         if !is_child() {
             // Another run of these tests may read the image meanwhile, so it is replaced whole.
             let new = folder.join(format!("wrong-{}.ptx", std::process::id()));
-            let status = Command::new(here.join("../../kernels/host/bin/nvcc"))
+            let nvcc = || Command::new(here.join("../../kernels/host/bin/nvcc"));
+            let status = nvcc()
                 .arg("--ptx")
                 .args(["-o".as_ref(), new.as_os_str()])
                 .arg(here.join("src/wrong.cu"))
                 .status()
                 .unwrap();
+            assert!(status.success());
+            let preprocessed = new.with_extension("ii");
+            let status = nvcc().arg("--races").arg(preprocessed).status().unwrap();
             assert!(status.success());
             std::fs::rename(new, &output).unwrap();
         }
@@ -317,6 +321,29 @@ fn new_memory_is_nan_and_copies_arrive() {
 }
 
 #[test]
+fn a_race_is_an_error_that_names_the_kernel_and_its_line() {
+    let output = in_child(
+        "a_race_is_an_error_that_names_the_kernel_and_its_line",
+        &[("CUDA_ON_HOST_RACES", "1")],
+        || {
+            let x = upload(&[0f32; 64]);
+            assert_eq!(launch("blocks", 2, 32, &mut [x]), 0);
+            assert_eq!(launch("race_of_blocks", 2, 32, &mut [x]), ASSERT);
+        },
+    );
+    if let Some(output) = output {
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{text}");
+        assert!(
+            text.contains("race_of_blocks: block (1, 0, 0): a race"),
+            "{text}"
+        );
+        assert!(text.contains("at byte 0 of the 256 bytes"), "{text}");
+        assert!(text.contains("(wrong.cu:"), "{text}");
+    }
+}
+
+#[test]
 fn a_launch_runs_each_thread_of_the_grid_once() {
     use_context();
     let x = upload(&(0..100).map(|i| i as f32).collect::<Vec<_>>());
@@ -333,7 +360,7 @@ fn threads_meet_at_barriers() {
     use_context();
     let out = alloc(256);
     assert_eq!(launch("right_barrier", 1, 64, &mut [out]), 0);
-    let expected: Vec<f32> = (0..64).map(|i| ((i + 1) % 64) as f32).collect();
+    let expected: Vec<f32> = (0..64).map(|i| ((i + 63) % 64) as f32).collect();
     assert_eq!(download(out, 64).unwrap(), expected);
 }
 
