@@ -5,7 +5,7 @@ use std::collections::hash_map::Entry;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
-    PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory,
+    PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory, with_room,
 };
 
 use crate::model::pass::{Context, Pass};
@@ -102,7 +102,7 @@ impl RecordedSteps {
         let n = new.rows.len();
         // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
         // its slot, up to rounding in their products.
-        let more = padded(n) - n;
+        let more = with_room(n, 16) - n;
         if !decoder.is_recordable(n + more) {
             return Ok(None);
         }
@@ -267,11 +267,6 @@ impl RecordedStep {
             latest: 0,
         })
     }
-}
-
-/// Rounds the number of rows up, by less than a quarter.
-fn padded(n: usize) -> usize {
-    n.next_multiple_of((n.next_power_of_two() / 8).clamp(1, 16))
 }
 
 fn repeat_last<T: Copy>(all: &[T], more: usize) -> Vec<T> {
