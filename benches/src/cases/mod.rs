@@ -6,6 +6,7 @@ mod linear;
 mod log_prob;
 mod logits;
 mod optimizer;
+mod policy_loss;
 mod step;
 
 use candle_core::Device;
@@ -18,6 +19,7 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
         vec![
             log_prob::cases(),
             linear::cases(),
+            policy_loss::cases(),
             layers::small(),
             optimizer::small(),
             linear::products(),
@@ -28,6 +30,7 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
             bandwidth::cases(),
             linear::large(),
             logits::cases(),
+            policy_loss::cases(),
             layers::large(),
             optimizer::large(),
         ]

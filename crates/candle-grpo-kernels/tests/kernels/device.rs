@@ -91,25 +91,11 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
     // It has no path for f64.
     let log_probs = Tensor::zeros((4, 4), DType::F32, device)?;
     let mask = Tensor::zeros((4, 4), DType::U8, device)?;
-    let terms = PolicyTerms {
-        mask: &mask,
-        old_log_probs: None,
-        advantages: &log_probs,
-        factors: [None, None],
-        policy_mask: None,
-        token_weights: None,
-        log_ratio_clamp: None,
-        surrogate: RatioSurrogate::PolicyGradient,
-        kl: None,
-        old_kl: None,
-        share: TokenShare {
-            scale: 1.0,
-            divisor: Divisor::One,
-        },
-        entropy: None,
-        entropy_bonus: None,
-        prompt_tokens: None,
+    let share = TokenShare {
+        scale: 1.0,
+        divisor: Divisor::One,
     };
+    let terms = PolicyTerms::new(&mask, &log_probs, RatioSurrogate::PolicyGradient, share);
     Ok(vec![
         ("adamw", adamw()),
         ("add_bias", add_bias(&[(&square, &vector)]).map(drop)),

@@ -8,25 +8,11 @@ use candle_grpo_test_support::{devices, message};
 
 /// Terms for log-probs `[2, 3]`.
 fn terms<'a>(mask: &'a Tensor, advantages: &'a Tensor) -> PolicyTerms<'a> {
-    PolicyTerms {
-        mask,
-        old_log_probs: None,
-        advantages,
-        factors: [None, None],
-        policy_mask: None,
-        token_weights: None,
-        log_ratio_clamp: None,
-        surrogate: RatioSurrogate::PolicyGradient,
-        kl: None,
-        old_kl: None,
-        share: TokenShare {
-            scale: 1.0,
-            divisor: Divisor::One,
-        },
-        entropy: None,
-        entropy_bonus: None,
-        prompt_tokens: None,
-    }
+    let share = TokenShare {
+        scale: 1.0,
+        divisor: Divisor::One,
+    };
+    PolicyTerms::new(mask, advantages, RatioSurrogate::PolicyGradient, share)
 }
 
 #[test]

@@ -209,7 +209,32 @@ impl PolicyStatistic {
     pub const COUNT: usize = Self::Loss as usize + 1;
 }
 
-impl PolicyTerms<'_> {
+impl<'a> PolicyTerms<'a> {
+    /// The surrogate's term alone, of the policy that sampled the tokens.
+    pub fn new(
+        mask: &'a Tensor,
+        advantages: &'a Tensor,
+        surrogate: RatioSurrogate,
+        share: TokenShare,
+    ) -> Self {
+        Self {
+            mask,
+            old_log_probs: None,
+            advantages,
+            factors: [None, None],
+            policy_mask: None,
+            token_weights: None,
+            log_ratio_clamp: None,
+            surrogate,
+            kl: None,
+            old_kl: None,
+            share,
+            entropy: None,
+            entropy_bonus: None,
+            prompt_tokens: None,
+        }
+    }
+
     /// Returns whether [`policy_loss`] supports log-probs with this dtype on this device.
     pub fn are_supported(dtype: DType, device: &Device) -> bool {
         path::fuses(dtype, device)
@@ -241,22 +266,8 @@ impl PolicyTerms<'_> {
 /// let log_probs = Var::new(&[[-1f32, -3.]], &Device::Cpu)?;
 /// let mask = Tensor::new(&[[1u8, 0]], &Device::Cpu)?;
 /// let advantages = Tensor::new(&[[2f32]], &Device::Cpu)?;
-/// let terms = PolicyTerms {
-///     mask: &mask,
-///     old_log_probs: None,
-///     advantages: &advantages,
-///     factors: [None, None],
-///     policy_mask: None,
-///     token_weights: None,
-///     log_ratio_clamp: None,
-///     surrogate: RatioSurrogate::PolicyGradient,
-///     kl: None,
-///     old_kl: None,
-///     share: TokenShare { scale: 0.5, divisor: Divisor::Length },
-///     entropy: None,
-///     entropy_bonus: None,
-///     prompt_tokens: None,
-/// };
+/// let share = TokenShare { scale: 0.5, divisor: Divisor::Length };
+/// let terms = PolicyTerms::new(&mask, &advantages, RatioSurrogate::PolicyGradient, share);
 /// let (loss, statistics) = policy_loss(&log_probs, &terms)?;
 /// assert_eq!(loss.to_scalar::<f32>()?, 1.);
 /// let gradients = loss.backward()?;
