@@ -74,6 +74,7 @@
 //!   memory of one. [`release_cuda_memory`] leaves unused memory to other processes.
 //!   [`cuda_is_enabled`] is true if this process computes on them.
 //! - [`TensorStack`] moves tensors of a GPU to main memory until they are needed again.
+//! - [`with_room`] and [`rows_without_rest`] are sizes of memory that grows or is reused.
 //!
 //! # Implementations
 //!

@@ -204,11 +204,9 @@ fn a_custom_surrogate_trains_as_the_built_in_one() {
     let (custom, metrics) = trained(Surrogate::custom(CustomClip { width: 0.001 }));
     let initial = parameters();
     for (name, weight) in built_in.iter() {
-        assert_eq!(
-            max_difference(weight, custom.get(name).unwrap()),
-            0.,
-            "{name}"
-        );
+        // The built-in one is an operator, whose sums are rounded differently.
+        let distance = max_difference(weight, custom.get(name).unwrap());
+        assert!(distance < 1e-6, "{name}: {distance}");
         assert!(
             max_difference(weight, initial.get(name).unwrap()) > 0.,
             "{name}"
@@ -219,10 +217,14 @@ fn a_custom_surrogate_trains_as_the_built_in_one() {
             .iter()
             .any(|metrics| metrics.policy["clip_fraction"] > 0.)
     );
+    let near = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs().max(1.);
     for (metrics, expected) in metrics.iter().zip(&expected) {
-        assert_eq!(metrics.grad_norm, expected.grad_norm);
+        assert!(near(
+            metrics.grad_norm.unwrap(),
+            expected.grad_norm.unwrap()
+        ));
         for (name, value) in &metrics.policy {
-            assert_eq!(value, &expected.policy[name], "{name}");
+            assert!(near(*value, expected.policy[name]), "{name}: {value}");
         }
     }
 }
