@@ -105,9 +105,11 @@ struct Started {
     bool is_ended = true;
 };
 
-thread_local Started of_threads[1024];
+// On the heap: a program that loads the library late, such as Python, has little thread-local memory.
+thread_local std::vector<Started> of_threads;
 
 Started& started() {
+    if (of_threads.empty()) of_threads.resize(1024);
     return of_threads[threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)];
 }
 

@@ -218,7 +218,11 @@ std::map<const char*, size_t> pinned;
 Device devices[most_devices];
 std::vector<Stream*> streams;
 size_t stream_ids;
-thread_local Stream thread_streams[most_devices];
+// The stream of this thread. On the heap: a program that loads the library late, such as Python, has little thread-local memory.
+Stream& thread_stream(int device) {
+    static thread_local const std::unique_ptr<Stream[]> all(new Stream[most_devices]);
+    return all[(size_t)device];
+}
 thread_local Device* current_context;
 // The work that the host has waited for. A thread that waits for a stream passes its results to
 // other threads. One that waits for an event, such as a watchdog, may not.
@@ -279,7 +283,7 @@ CUresult refuse(CUresult result, const char* format, ...) {
 Stream* stream_of(void* handle) {
     if (handle != nullptr && handle != (void*)1 && handle != (void*)2) return (Stream*)handle;
     const int device = current_device();
-    Stream* stream = handle == (void*)2 ? &thread_streams[device] : &devices[device].default_stream;
+    Stream* stream = handle == (void*)2 ? &thread_stream(device) : &devices[device].default_stream;
     stream->device = device;
     return stream;
 }
@@ -310,7 +314,7 @@ template <class F>
 void for_streams(int device, F each) {
     for (Stream* stream : streams)
         if (stream->device == device) each(stream);
-    each(&thread_streams[device]);
+    each(&thread_stream(device));
     each(&devices[device].default_stream);
 }
 
