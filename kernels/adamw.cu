@@ -147,7 +147,7 @@ template <typename P, typename G> __device__ __forceinline__ void update_chunk(c
         update_four<P, G>(row, begin + i, packed, step);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     adamw(const uint64_t *list, uint32_t count, float gradient_factor, float beta1, float one_minus_beta1, float beta2,
           float one_minus_beta2, float epsilon, float step_size, float inverse_root_correction, uint32_t number) {
     const Parameter row = row_of_block<Parameter>(list, count);
