@@ -87,28 +87,18 @@ fn check(rows: usize, tokens: usize, has_all: bool) -> Result<()> {
         value_clamp: Some(0.8),
         times_ratio,
     };
+    let surrogate = RatioSurrogate::DetachedWeight {
+        min: Some(0.5),
+        max: Some(1.2),
+        drop: Some((0.6, 1.3)),
+    };
+    let share = TokenShare {
+        scale,
+        divisor: Divisor::Length,
+    };
     let mut terms = PolicyTerms {
-        mask: &mask_tensor,
-        old_log_probs: None,
-        advantages: &advantages_tensor,
-        factors: [None, None],
-        policy_mask: None,
-        token_weights: None,
         log_ratio_clamp: Some(0.9),
-        surrogate: RatioSurrogate::DetachedWeight {
-            min: Some(0.5),
-            max: Some(1.2),
-            drop: Some((0.6, 1.3)),
-        },
-        kl: None,
-        old_kl: None,
-        share: TokenShare {
-            scale,
-            divisor: Divisor::Length,
-        },
-        entropy: None,
-        entropy_bonus: None,
-        prompt_tokens: None,
+        ..PolicyTerms::new(&mask_tensor, &advantages_tensor, surrogate, share)
     };
     if has_all {
         terms = PolicyTerms {
