@@ -139,8 +139,8 @@ fn assert_near(found: &[f64], expected: &[f64], of: &str) {
 }
 
 fn assert_equals_the_composed_path(loss: &PolicyLoss, inputs: &Inputs) -> Result<()> {
-    let (found, gradients) = inputs.compute(loss, 0.5)?;
-    let (expected, expected_gradients) = inputs.compute(&composed(loss), 0.5)?;
+    let (found, gradients) = inputs.compute(loss, -0.5)?;
+    let (expected, expected_gradients) = inputs.compute(&composed(loss), -0.5)?;
     assert_same_output(&found, &expected, 2e-6)?;
     assert_near(&gradients[0], &expected_gradients[0], "log_probs");
     assert_near(&gradients[1], &expected_gradients[1], "entropy");
