@@ -1,5 +1,8 @@
-// Samples one token from the softmax of a row of logits, filtered by top_k, top_p and min_p. Each
-// block has a row, and its threads loop over the logits.
+// Samples one token from the softmax of a row of logits, filtered by top_k, top_p and min_p.
+//
+// Many blocks read the logits once, and write the largest logit of each part and the weights of
+// chunks of adjacent tokens. Then one block per row merges these. Without filters, it reads only
+// the chunk that has the token.
 //
 // The filters do not sort tokens. A pass over the row sums the weights above a logit, and bisection
 // over the logit's bits finds where the sum crosses a threshold. The sums are f64 in a fixed order.
@@ -11,6 +14,12 @@
 constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr uint32_t NONE = 0xffffffffu;
+// Threads of a block that reads a part, and the logits that each of them keeps in registers.
+constexpr int PART_THREADS = 256;
+constexpr int LOGITS = 16;
+// Adjacent tokens of a block, and of a warp.
+constexpr int PART = PART_THREADS * LOGITS;
+constexpr int CHUNK = 32 * LOGITS;
 
 // The inverse of to_key.
 __device__ __forceinline__ float from_key(uint32_t key) {
@@ -48,6 +57,16 @@ template <typename T> struct Distribution {
             else high = middle - 1;
         }
         return low;
+    }
+
+    // Merges the weights of chunks for `first_above`. Returns the total to each thread.
+    __device__ __forceinline__ double merge_chunks(const float *largest, const double *sums) const {
+        const int thread = (int)threadIdx.x, of_row = (vocab + CHUNK - 1) / CHUNK;
+        double sum = 0.0;
+        for (int i = thread * merged(); i < (thread + 1) * merged() && i < of_row; i++)
+            sum += sums[i] * weight(largest[i / (PART / CHUNK)]);
+        if (thread < chunks()) chunk_sums[thread] = sum;
+        return block_sum<THREADS>(sum, (int)blockDim.x / 32);
     }
 
     // Computes the sums of `each` over chunks of adjacent tokens, for `first_above`. Returns the
@@ -113,9 +132,26 @@ template <typename T> struct Distribution {
         return last;
     }
 
+    // Returns the first token with the largest logit, which is in a part where it is `largest`.
+    __device__ __forceinline__ uint32_t first_greatest(const float *largest) const {
+        __shared__ uint32_t part, first;
+        if (threadIdx.x == 0) part = first = NONE;
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < (vocab + PART - 1) / PART; i += (int)blockDim.x)
+            if (largest[i] == greatest) atomicMin(&part, (uint32_t)i);
+        __syncthreads();
+        const int from = (int)part * PART;
+        for (int i = from + (int)threadIdx.x; i < vocab && i < from + PART; i += (int)blockDim.x)
+            if (to_float(logits[i]) == greatest) atomicMin(&first, (uint32_t)i);
+        __syncthreads();
+        return first;
+    }
+
 private:
+    // Chunks of draw_parts that are one here: one, unless there are more than threads.
+    __device__ __forceinline__ int merged() const { return (vocab + CHUNK * THREADS - 1) / (CHUNK * THREADS); }
     // Rows of 32 tokens in a chunk. There are at most as many chunks as threads.
-    __device__ __forceinline__ int rows_of_chunk() const { return (vocab + 32 * THREADS - 1) / (32 * THREADS); }
+    __device__ __forceinline__ int rows_of_chunk() const { return merged() * LOGITS; }
     __device__ __forceinline__ int chunks() const { return (vocab + 32 * rows_of_chunk() - 1) / (32 * rows_of_chunk()); }
 
     // Returns the sum over all earlier lanes, and the sum over all lanes in `all`.
@@ -133,44 +169,85 @@ private:
     }
 };
 
+// Reads part blockIdx.x % parts of draw blockIdx.x / parts. `largest` [n, parts] has the largest
+// logit of each part, which is infinity if a logit is NaN or infinity. `sums` [n, chunks] has the
+// weights of chunks of CHUNK tokens, relative to the largest logit of their part.
+template <typename T>
+__device__ __forceinline__ void draw_parts(const T *logits, const uint32_t *draws, float *largest, double *sums,
+                                           uint32_t vocab, uint32_t parts, float inverse_temperature) {
+    __shared__ float of_warps[PART_THREADS / 32];
+    const uint32_t index = blockIdx.x / parts, part = blockIdx.x % parts;
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    const uint32_t chunk = part * (PART / CHUNK) + (uint32_t)warp, first = chunk * CHUNK;
+    const T *row = logits + (uint64_t)draws[index] * vocab;
+    const bool is_packed = is_aligned(row);
+    float x[LOGITS];
+#pragma unroll
+    for (int i = 0; i < LOGITS; i += PACK<T>) {
+        const uint32_t token = first + (uint32_t)(i * 32 + lane * PACK<T>);
+        float pack[PACK<T>];
+        if (is_packed && token + PACK<T> <= vocab) {
+            unpack<T>(*reinterpret_cast<const uint4 *>(row + token), pack);
+        } else {
+#pragma unroll
+            for (int j = 0; j < PACK<T>; j++) pack[j] = token + j < vocab ? to_float(row[token + j]) : -INFINITY;
+        }
+#pragma unroll
+        for (int j = 0; j < PACK<T>; j++) x[i + j] = pack[j];
+    }
+    float greatest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < LOGITS; i++) greatest = x[i] < INFINITY ? fmaxf(greatest, x[i]) : INFINITY;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
+    if (lane == 0) of_warps[warp] = greatest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PART_THREADS / 32; i++) greatest = fmaxf(greatest, of_warps[i]);
+    if (threadIdx.x == 0) largest[blockIdx.x] = greatest;
+    const float scale = inverse_temperature * LOG2_E;
+    double sum = 0.0;
+#pragma unroll
+    for (int i = 0; i < LOGITS; i++)
+        if (x[i] > -INFINITY) sum += (double)exp2_approx((x[i] - greatest) * scale);
+    sum = warp_sum(sum);
+    const uint32_t chunks = (vocab + CHUNK - 1) / CHUNK;
+    if (lane == 0 && chunk < chunks) sums[(uint64_t)index * chunks + chunk] = sum;
+}
+
 // `draws` [3, n] has each draw's row, and the two halves of its uniform number in
 // [0, 1) as f64. `drawn` [3, n] has the tokens, the bits of their log-probs, and the bits of their
 // log-probs in the filtered distribution. A token is NONE if a logit is NaN or infinity, or all are
-// minus infinity.
+// minus infinity. `largest` and `sums` are from draw_parts.
 template <typename T>
-__device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,
-                                     float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {
+__device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, const float *largest, const double *sums,
+                                     uint32_t *drawn, uint32_t n, uint32_t vocab, float inverse_temperature, uint32_t top_k,
+                                     double top_p, double min_p, uint32_t greedy) {
     const uint32_t index = blockIdx.x;
+    const int parts = ((int)vocab + PART - 1) / PART;
+    largest += (uint64_t)index * parts;
+    sums += (uint64_t)index * ((vocab + CHUNK - 1) / CHUNK);
     __shared__ double chunk_sums[THREADS];
     Distribution<T> row{logits + (uint64_t)draws[index] * vocab, (int)vocab, -INFINITY, inverse_temperature * LOG2_E, chunk_sums};
-    float greatest = -INFINITY;
-    bool is_valid = true;
-    for (int i = (int)threadIdx.x; i < row.vocab; i += (int)blockDim.x) {
-        const float x = to_float(row.logits[i]);
-        is_valid &= x < INFINITY;
-        greatest = fmaxf(greatest, x);
-    }
-    __shared__ uint32_t greatest_key, invalid;
-    if (threadIdx.x == 0) greatest_key = 0, invalid = 0;
+    __shared__ uint32_t greatest_key;
+    if (threadIdx.x == 0) greatest_key = 0;
     __syncthreads();
-    atomicMax(&greatest_key, to_key(greatest));
-    if (!is_valid) atomicMax(&invalid, 1u);
+    for (int i = (int)threadIdx.x; i < parts; i += (int)blockDim.x) atomicMax(&greatest_key, to_key(largest[i]));
     __syncthreads();
     row.greatest = from_key(greatest_key);
-    if (invalid != 0 || row.greatest == -INFINITY) {
+    if (fabsf(row.greatest) == INFINITY) {
         if (threadIdx.x == 0) drawn[index] = NONE;
         return;
     }
 
-    const double total = row.sum_chunks([&](float x) { return row.weight(x); });
+    const double total = row.merge_chunks(largest, sums);
     const uint64_t bits = (uint64_t)draws[2 * n + index] << 32 | draws[n + index];
     const double uniform = __longlong_as_double((long long)bits);
     uint32_t token;
     double kept_total = total;
     if (greedy) {
-        const auto is_greatest = [&](float x) { return x == row.greatest ? 1.0 : 0.0; };
-        row.sum_chunks(is_greatest);
-        token = row.first_above(0.0, is_greatest);
+        token = row.first_greatest(largest);
     } else if (top_k == 0 && top_p == 1.0 && min_p == 0.0) {
         token = row.first_above(uniform * total, [&](float x) { return row.weight(x); });
     } else {
@@ -216,10 +293,16 @@ __device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uin
 }
 
 #define DRAW_TOKENS(T, name)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(PART_THREADS)                                                        \
+        draw_parts_##name(const T *logits, const uint32_t *draws, float *largest, double *sums, uint32_t vocab,        \
+                          uint32_t parts, float inverse_temperature) {                                                 \
+        draw_parts(logits, draws, largest, sums, vocab, parts, inverse_temperature);                                   \
+    }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                          \
-        draw_tokens_##name(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,        \
-                           float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {   \
-        draw(logits, draws, drawn, n, vocab, inverse_temperature, top_k, top_p, min_p, greedy);                        \
+        draw_tokens_##name(const T *logits, const uint32_t *draws, const float *largest, const double *sums,           \
+                           uint32_t *drawn, uint32_t n, uint32_t vocab, float inverse_temperature, uint32_t top_k,     \
+                           double top_p, double min_p, uint32_t greedy) {                                              \
+        draw(logits, draws, largest, sums, drawn, n, vocab, inverse_temperature, top_k, top_p, min_p, greedy);         \
     }
 
 DRAW_TOKENS(float, f32)

@@ -79,8 +79,10 @@ kernels! {
         dequantize(blocks: In<u8>, y: Out<Self>, n: u64, bytes: u32);
     }
     draw_tokens {
-        draw_tokens(logits: In<Self>, draws: In<u32>, drawn: Out<u32>, n: u32, vocab: u32, inverse_temperature: f32, top_k: u32,
-            top_p: f64, min_p: f64, greedy: u32);
+        draw_parts(logits: In<Self>, draws: In<u32>, largest: Out<f32>, sums: Out<f64>, vocab: u32, parts: u32,
+            inverse_temperature: f32);
+        draw_tokens(logits: In<Self>, draws: In<u32>, largest: In<f32>, sums: In<f64>, drawn: Out<u32>, n: u32, vocab: u32,
+            inverse_temperature: f32, top_k: u32, top_p: f64, min_p: f64, greedy: u32);
     }
     embedding {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);

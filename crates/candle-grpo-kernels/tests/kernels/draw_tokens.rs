@@ -215,7 +215,7 @@ proptest! {
     #[test]
     fn a_draw_is_that_of_sorted_tokens(
         rows in 1usize..4,
-        vocab in prop_oneof![1usize..50, 500usize..3000],
+        vocab in prop_oneof![1usize..50, 500usize..3000, 4000usize..10_000],
         spread in 0.1f64..6.0,
         options in options(),
         dtype in dtypes(),

@@ -42,20 +42,38 @@ fn check<T: Kernels>(
     words.extend(draws.iter().map(|draw| (bits(draw) >> 32) as u32));
     let words = Buffer::new(&words);
     let threads = 32 * vocab.div_ceil(32 * 8).min(32) as u32;
+    let inverse_temperature = (1.0 / options.temperature) as f32;
+    let (parts, chunks) = (vocab.div_ceil(4096), vocab.div_ceil(512));
     for order in ORDERS {
+        let mut largest = Buffer::filled(7f32, n * parts);
+        let mut sums = Buffer::filled(7f64, n * chunks);
         let mut drawn = Buffer::filled(7u32, 3 * n);
-        // SAFETY: the table and the results have three numbers for each draw, and the rows are
-        // below ROWS.
+        // SAFETY: each draw has `parts` parts and `chunks` chunks. The table and the results have
+        // three numbers for each draw, and the rows are below ROWS.
         unsafe {
+            T::draw_parts(
+                Grid::new((n * parts) as u32, 256),
+                order,
+                logits.as_ptr(),
+                words.as_ptr(),
+                largest.as_mut_ptr(),
+                sums.as_mut_ptr(),
+                vocab as u32,
+                parts as u32,
+                inverse_temperature,
+            )
+            .unwrap();
             T::draw_tokens(
                 Grid::new(n as u32, threads),
                 order,
                 logits.as_ptr(),
                 words.as_ptr(),
+                largest.as_ptr(),
+                sums.as_ptr(),
                 drawn.as_mut_ptr(),
                 n as u32,
                 vocab as u32,
-                (1.0 / options.temperature) as f32,
+                inverse_temperature,
                 options.top_k as u32,
                 options.top_p,
                 options.min_p,
@@ -108,10 +126,16 @@ fn check_all<T: Kernels>(tolerance: f32) -> Result<()> {
             check::<T>(vocab, behind, &options, tolerance)?;
         }
     }
-    // Chunks of several rows of tokens.
-    check::<T>(70_001, 0, &all, tolerance)?;
-    let greedy = true;
-    check::<T>(70_001, 0, &DrawOptions { greedy, ..all }, tolerance)
+    // Several parts, with and without packs.
+    let greedy = DrawOptions {
+        greedy: true,
+        ..all
+    };
+    for (vocab, options) in [(70_001, &all), (70_001, &greedy), (8192, &all)] {
+        check::<T>(vocab, 0, options, tolerance)?;
+    }
+    // Threads that merge two chunks.
+    check::<T>(600_000, 0, &all, tolerance)
 }
 
 each_dtype!(equals_the_cpu_path: f32 1e-5, bf16 1e-5, f16 1e-5);

@@ -10,6 +10,11 @@ use crate::cuda::{In, Out, alloc, grid, kernels, with_cuda_floats};
 const THREADS: usize = 1024;
 /// Logits per thread in a small vocabulary.
 const LOGITS: usize = 8;
+/// Threads of a block that reads a part of a row, as in the kernel.
+const PART_THREADS: u32 = 256;
+/// Tokens of such a part, and of a chunk whose weights are summed, as in the kernel.
+const PART: usize = 4096;
+const CHUNK: usize = 512;
 
 /// Samples tokens from contiguous `logits` `[N, V]`. `draws` must not be empty.
 pub(crate) fn draw(
@@ -32,13 +37,22 @@ pub(crate) fn draw(
         .chain(draws.iter().map(|draw| bits(draw) as u32))
         .chain(draws.iter().map(|draw| (bits(draw) >> 32) as u32))
         .collect();
+    let inverse_temperature = (1.0 / options.temperature) as f32;
     let warps = vocab.div_ceil(32 * LOGITS).min(THREADS / 32);
     let device = logits.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let table = CudaStorage::wrap_cuda_slice(device.clone_htod(&table)?, device.clone());
-    // SAFETY: the kernel writes all tokens, and the log-probs of all valid ones.
+    let (parts, chunks) = (vocab.div_ceil(PART), vocab.div_ceil(CHUNK));
+    // SAFETY: the first kernel writes every part and chunk, the second one all tokens, and the
+    // log-probs of all valid ones.
     #[allow(unsafe_code)]
-    let mut drawn = unsafe { alloc::<u32>(device, 3 * n)? };
+    let (mut largest, mut sums, mut drawn) = unsafe {
+        (
+            alloc::<f32>(device, n * parts)?,
+            alloc::<f64>(device, n * chunks)?,
+            alloc::<u32>(device, 3 * n)?,
+        )
+    };
     let storage = logits.storage_and_layout();
     let Storage::Cuda(cuda) = &*storage.0 else {
         bail!("logits: on the CPU, must be on a GPU");
@@ -48,13 +62,25 @@ pub(crate) fn draw(
         // checked. The table and the results have three numbers per draw.
         #[allow(unsafe_code)]
         unsafe {
+            kernels::draw_parts::<T> {
+                logits: In::from_tensor(&storage, &stream)?,
+                draws: In::new(&table, &Layout::contiguous(3 * n), &stream)?,
+                largest: Out::new(&mut largest, &stream),
+                sums: Out::new(&mut sums, &stream),
+                vocab: vocab as u32,
+                parts: parts as u32,
+                inverse_temperature,
+            }
+            .launch(device, grid(n * parts, PART_THREADS)?)?;
             kernels::draw_tokens::<T> {
                 logits: In::from_tensor(&storage, &stream)?,
                 draws: In::new(&table, &Layout::contiguous(3 * n), &stream)?,
+                largest: In::from_slice(&largest, &stream),
+                sums: In::from_slice(&sums, &stream),
                 drawn: Out::new(&mut drawn, &stream),
                 n: n as u32,
                 vocab: vocab as u32,
-                inverse_temperature: (1.0 / options.temperature) as f32,
+                inverse_temperature,
                 top_k: u32::try_from(options.top_k).unwrap_or(u32::MAX),
                 top_p: options.top_p,
                 min_p: options.min_p,
