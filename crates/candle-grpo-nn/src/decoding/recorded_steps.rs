@@ -10,7 +10,7 @@ use candle_grpo_kernels::{
 
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::{RouterChoice, Routes};
-use crate::{Decoder, PagedCache};
+use crate::{Decoder, DividedModel, LanguageModel, PagedCache};
 
 /// Number of sizes whose recordings remain in an empty cache.
 const KEPT_SIZES: usize = 64;
@@ -20,8 +20,9 @@ const KEPT_SIZES: usize = 64;
 pub(super) struct RecordedSteps {
     /// By size, and whether they return the experts.
     steps: HashMap<(StepSize, bool), Step>,
-    /// The decoder for all steps. The recordings use its weights.
-    decoder: Option<Decoder>,
+    /// The decoder for all steps, and the number of its gathers if ranks divide the weights. The
+    /// recordings use the weights at their addresses.
+    decoder: Option<(Decoder, Option<u64>)>,
     /// Hidden states of the step with the most rows. The recordings share them.
     hidden: Option<Tensor>,
     /// Like [`Self::hidden`], the experts of steps that return them.
@@ -106,13 +107,14 @@ impl RecordedSteps {
         if !decoder.is_recordable(n + more) {
             return Ok(None);
         }
+        let gathers = decoder.divided().map(DividedModel::gathers);
         if !self
             .decoder
             .as_ref()
-            .is_some_and(|own| own.is_clone_of(decoder))
+            .is_some_and(|(own, of_own)| own.is_clone_of(decoder) && *of_own == gathers)
         {
             drop(std::mem::take(self));
-            self.decoder = Some(decoder.clone());
+            self.decoder = Some((decoder.clone(), gathers));
         }
         let tokens = repeat_last(new.tokens, more);
         let positions = repeat_last(new.positions, more);

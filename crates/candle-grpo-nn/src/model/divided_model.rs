@@ -109,6 +109,12 @@ impl DividedModel {
         })))
     }
 
+    /// Returns a number that changes with the addresses of the weights.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gathers(&self) -> u64 {
+        self.weights.gathers()
+    }
+
     /// Checks that all weights are held.
     pub(crate) fn ensure_held(&self) -> Result<()> {
         if !self.weights.are_held() {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -24,6 +24,8 @@ pub(crate) struct DividedWeights {
     weights: Mutex<BTreeMap<String, Weight>>,
     /// True on rank 0 while the other ranks [answer](Self::answer) what it asks for.
     asks: AtomicBool,
+    /// Number of times that weights got memory.
+    gathers: AtomicU64,
 }
 
 /// A weight that ranks divide.
@@ -44,6 +46,7 @@ impl DividedWeights {
             shard,
             weights: Mutex::default(),
             asks: AtomicBool::new(false),
+            gathers: AtomicU64::new(0),
         }
     }
 
@@ -130,6 +133,9 @@ impl DividedWeights {
     fn gather<'w>(&self, weights: impl Iterator<Item = &'w Weight>) -> Result<Ticket> {
         let parts = weights.map(|weight| (weight.own.as_detached_tensor(), weight.whole.clone()));
         let parts: Vec<_> = parts.collect();
+        if !parts.is_empty() {
+            self.gathers.fetch_add(1, Ordering::Relaxed);
+        }
         let gather = || {
             for (_, whole) in &parts {
                 resize(whole, whole.elem_count())?;
@@ -193,6 +199,12 @@ impl DividedWeights {
     /// Returns whether all weights are held.
     pub(crate) fn are_held(&self) -> bool {
         self.lock().values().all(|weight| weight.holders > 0)
+    }
+
+    /// Returns a number that changes with the addresses of the weights.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gathers(&self) -> u64 {
+        self.gathers.load(Ordering::Relaxed)
     }
 
     /// Checks that nobody holds a weight, so that the parts may change.

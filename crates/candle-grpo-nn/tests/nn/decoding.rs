@@ -1,9 +1,14 @@
 //! Decoding with a paged cache: matches whole sequences, and is independent of other sequences.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result, Tensor};
+use candle_grpo_collective::Collective;
 use candle_grpo_kernels::{KeyValuePages, cuda_memory};
+use candle_grpo_nn::optim::Sharding;
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Decoding, LanguageModel, Lora, LoraConfig, PagedCache, SequenceId,
+    AdamWConfig, Decoder, DecoderConfig, Decoding, DividedModel, LanguageModel, Lora, LoraConfig,
+    PagedCache, SequenceId,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -153,6 +158,83 @@ fn long(family: Family) -> DecoderConfig {
         max_position_embeddings: 200,
         ..family.config(true)
     }
+}
+
+/// A rank whose other half of each weight is a copy of its own.
+#[derive(Debug)]
+struct Mirror;
+
+impl Collective for Mirror {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+        for tensor in tensors {
+            let half = tensor.dim(0)? / 2;
+            let own = tensor.narrow(0, 0, half)?.force_contiguous()?;
+            tensor.slice_set(&own, 0, half)?;
+        }
+        Ok(())
+    }
+
+    fn all_reduce_sum(&self, _: &[&Tensor]) -> Result<()> {
+        Ok(())
+    }
+
+    fn reduce_scatter_sum(&self, _: &[&Tensor]) -> Result<()> {
+        Ok(())
+    }
+
+    fn broadcast(&self, _: &[&Tensor], _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn split(&self, _: usize) -> Result<Arc<dyn Collective>> {
+        Ok(Arc::new(Self))
+    }
+}
+
+/// Weights that ranks divide have other addresses each time that they are gathered.
+#[test]
+fn recorded_steps_end_with_the_gathered_weights() -> Result<()> {
+    if device().is_cpu() {
+        return Ok(());
+    }
+    let config = config(true);
+    let ranks: Arc<dyn Collective> = Arc::new(Mirror);
+    let options = AdamWConfig::default();
+    let parameters = options.divide(lively(&config)?, DType::BF16, (&ranks, Sharding::Full))?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    let decoder = decoder.gathering(&parameters)?;
+    let mut caches = [
+        cache(&config, DType::BF16)?,
+        PagedCache::new(&config, DType::BF16, device())?,
+    ];
+    let ids = caches.each_mut().map(PagedCache::add);
+    for tokens in [0..4, 4..8] {
+        // The memory of the first weights is elsewhere then.
+        let elsewhere = (tokens.start > 0).then(|| Tensor::zeros(1 << 16, DType::BF16, device()));
+        let held = decoder.divided().map(DividedModel::hold_all).transpose()?;
+        for token in tokens {
+            let mut results = Vec::new();
+            for (cache, &id) in caches.iter_mut().zip(&ids) {
+                results.push(decoder.next_logits(&[(id, &[token])], cache)?);
+            }
+            let difference = max_difference(&results[0], &results[1])?;
+            assert!(difference < 1e-6, "{token}: {difference}");
+        }
+        drop((held, elsewhere.transpose()?));
+    }
+    Ok(())
 }
 
 /// Batches shrink and grow, sequences pass the end of an attention part, and the cache grows after
