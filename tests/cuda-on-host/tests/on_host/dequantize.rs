@@ -21,14 +21,10 @@ fn check<T: Kernels>(n: usize, tolerance: f64) -> Result<()> {
         let expected = composed::dequantize(&expected, DType::F64)?;
         let expected = expected.flatten_all()?.to_vec1::<f64>()?;
         let blocks = Buffer::new(&blocks);
-        let grid = Grid {
-            grid: [n.div_ceil(8) as u32, 1, 1],
-            block: [32, 8, 1],
-            shared_bytes: 0,
-        };
+        let grid = Grid::new((n * size).div_ceil(4 * 256) as u32, 256);
         for order in ORDERS {
             let seven = T::from_f64(7.0);
-            let mut y = Buffer::filled(seven, n * size + 3);
+            let mut y = Buffer::filled(seven, n * size + 8);
             // SAFETY: the buffers have n blocks.
             unsafe {
                 T::dequantize(

@@ -6,9 +6,9 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, grid, kernels};
 
-/// Threads per block, as in the kernel: 8 warps, each with one quantized block.
+/// Threads per block, each with four values, as in the kernel.
 const THREADS: u32 = 256;
-const WARPS: usize = 8;
+const VALUES: usize = 4;
 
 /// Returns the values `[outputs, inputs]` in contiguous, nonempty `blocks` with type `block_type`,
 /// in `dtype`.
@@ -35,8 +35,10 @@ fn numbers<T: CudaElement>(
     let device = blocks.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let n = shape.elem_count() / block_type.block_size();
-    let mut by_warps = grid(n.div_ceil(WARPS), THREADS)?;
-    by_warps.block_dim = (32, WARPS as u32, 1);
+    let by_values = grid(
+        shape.elem_count().div_ceil(VALUES * THREADS as usize),
+        THREADS,
+    )?;
     let blocks = blocks.storage_and_layout();
     // SAFETY: the kernel writes every value in the n blocks, all of whose bytes exist.
     #[allow(unsafe_code)]
@@ -48,7 +50,7 @@ fn numbers<T: CudaElement>(
             n: n as u64,
             bytes: block_type.type_size() as u32,
         }
-        .launch(device, by_warps)?;
+        .launch(device, by_values)?;
         y
     };
     let y = CudaStorage::wrap_cuda_slice(y, device.clone());
