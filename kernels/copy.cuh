@@ -11,17 +11,27 @@
 // thread can read the bytes after `wait_for_copies`, and other threads after a further barrier.
 __device__ __forceinline__ void start_copy(void *to, const void *from, bool is_real) {
 #ifdef CUDA_ON_HOST
-    cuda_host::start_copy(to, from, is_real);
+    cuda_host::start_copy(to, from, is_real ? 16 : 0, 16);
 #else
     const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_real ? 16 : 0) : "memory");
 #endif
 }
 
+// Like `start_copy`, for the first `bytes` of 16 bytes, and zeros after them.
+__device__ __forceinline__ void start_copy_of_first(int bytes, void *to, const void *from) {
+#ifdef CUDA_ON_HOST
+    cuda_host::start_copy(to, from, (size_t)bytes, 16);
+#else
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // Starts to copy 4 bytes. Both addresses must be multiples of 4.
 __device__ __forceinline__ void start_copy_of_four(float *to, const float *from) {
 #ifdef CUDA_ON_HOST
-    cuda_host::start_copy(to, from, true, 4);
+    cuda_host::start_copy(to, from, 4, 4);
 #else
     const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");

@@ -111,6 +111,15 @@ kernels! {
         gated_delta_rule_step(qkv: In<Self>, g: In<f32>, beta: In<f32>, sequences: In<u32>, states: Out<f32>, o: Out<Self>,
             key_heads: i32, value_heads: i32, key_dim: i32, value_dim: i32);
     }
+    linear_rows {
+        linear_rows_16(x: In<Self>, blocks0: In<u8>, blocks1: In<u8>, blocks2: In<u8>, blocks3: In<u8>, y: Out<Self>,
+            parts: Out<f32>, n: u32, inputs: u32, outputs0: u32, outputs1: u32, outputs2: u32, outputs3: u32, bytes0: u32, bytes1: u32,
+            bytes2: u32, bytes3: u32);
+        linear_rows_64(x: In<Self>, blocks0: In<u8>, blocks1: In<u8>, blocks2: In<u8>, blocks3: In<u8>, y: Out<Self>,
+            parts: Out<f32>, n: u32, inputs: u32, outputs0: u32, outputs1: u32, outputs2: u32, outputs3: u32, bytes0: u32, bytes1: u32,
+            bytes2: u32, bytes3: u32);
+        linear_rows_sum(parts: In<f32>, y: Out<Self>, len: u64, count: u32);
+    }
     log_prob {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);

@@ -18,8 +18,7 @@ namespace races = cuda_host::races;
 struct Copy {
     void* to;
     const void* from;
-    bool is_real;
-    size_t bytes;
+    size_t real, bytes;
 };
 
 // An operand that a descriptor names.
@@ -129,19 +128,21 @@ void forget_started() {
     for (Started& of_thread : of_threads) of_thread = {};
 }
 
-void start_copy(void* to, const void* from, bool is_real, size_t bytes) {
+void start_copy(void* to, const void* from, size_t real, size_t bytes) {
     if ((uintptr_t)to % bytes != 0 || (uintptr_t)from % bytes != 0) fail("an asynchronous copy that is not aligned to its size");
-    if (is_real) races::begin_read(from, bytes, false, __builtin_return_address(0));
+    if (real > 0) races::begin_read(from, real, false, __builtin_return_address(0));
     races::begin_write(to, bytes, __builtin_return_address(0));
     memset(to, 0xff, bytes);
-    started().copies.push_back({to, from, is_real, bytes});
+    started().copies.push_back({to, from, real, bytes});
 }
 
 void wait_for_copies() {
     for (const Copy& copy : started().copies) {
-        if (copy.is_real) memcpy(copy.to, copy.from, copy.bytes);
-        else memset(copy.to, 0, copy.bytes);
-        if (copy.is_real) races::end_read(copy.from, copy.bytes);
+        memset(copy.to, 0, copy.bytes);
+        if (copy.real > 0) {
+            memcpy(copy.to, copy.from, copy.real);
+            races::end_read(copy.from, copy.real);
+        }
         races::end_write(copy.to, copy.bytes);
     }
     started().copies.clear();

@@ -51,7 +51,7 @@
 //! | [`delta_gates`](delta_gates()) | gates for the gated delta rule | | no |
 //! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state per sequence | | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
-//! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS |
+//! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS; quantized weights: yes |
 //! | [`route`](route()), [`expert_gates`] | a router's choice of experts, and their gates | `arg_sort_last_dim`, `gather` and `softmax` | `route` |
 //! | [`experts`](experts()) | a mixture of experts with few rows, from [`ExpertWeights`], for decoding | a `candle_nn::Linear` for each expert and map | yes |
 //! | [`quantize`], [`dequantize`](dequantize()), [`block_type`] | GGUF blocks from a matrix, and back | | `dequantize` |

@@ -6,7 +6,8 @@
 
 namespace cuda_host {
 
-void start_copy(void* to, const void* from, bool is_real, size_t bytes = 16);
+// Copies the first `real` of `bytes` bytes, with zeros after them.
+void start_copy(void* to, const void* from, size_t real, size_t bytes);
 void wait_for_copies();
 
 }  // namespace cuda_host

@@ -74,7 +74,7 @@ extern "C" __global__ void blocks(float* out) { out[blockIdx.x * blockDim.x + th
 template <bool wait, bool barrier>
 __device__ void copies(float* out) {
     __shared__ float numbers[64];
-    cuda_host::start_copy(numbers + threadIdx.x, out + threadIdx.x, true, 4);
+    cuda_host::start_copy(numbers + threadIdx.x, out + threadIdx.x, 4, 4);
     if (wait) cuda_host::wait_for_copies();
     if (barrier) __syncthreads();
     const bool is_huge = numbers[(threadIdx.x + barrier) % blockDim.x] > 1e30f;

@@ -1,8 +1,8 @@
-//! Tests `dequantize` against Candle's arithmetic, and `linear_rows` with blocks.
+//! Tests `dequantize` against Candle's arithmetic.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{BLOCK_TYPES, composed, dequantize, linear_rows, quantize};
+use candle_grpo_kernels::{BLOCK_TYPES, composed, dequantize, quantize};
 use candle_grpo_test_support::{cases, devices, message};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -28,7 +28,7 @@ fn random_blocks(block_type: GgmlDType, rows: usize, blocks: usize, seed: u64) -
     Tensor::from_vec(bytes, (rows, blocks, size), &Device::Cpu)
 }
 
-fn block_types() -> impl Strategy<Value = GgmlDType> {
+pub(crate) fn block_types() -> impl Strategy<Value = GgmlDType> {
     proptest::sample::select(BLOCK_TYPES.to_vec())
 }
 
@@ -50,38 +50,6 @@ proptest! {
             let found = dequantize(&random.to_device(device)?, dtype)?;
             prop_assert_eq!((found.dims(), found.dtype()), (expected.dims(), dtype));
             prop_assert_eq!(bits(&found)?, bits(&expected)?);
-        }
-    }
-
-    #[test]
-    fn linear_rows_of_blocks_are_those_of_their_numbers(
-        rows in 0usize..15,
-        of_each in proptest::collection::vec((block_types(), 0usize..70), 1..4),
-        dtype in dtypes(),
-        seed in any::<u64>(),
-    ) {
-        let inputs = 512;
-        let x = noisy(&[rows, inputs], seed, dtype)?;
-        let plain = noisy(&[9, inputs], seed ^ 1, dtype)?;
-        let mut weights = vec![plain.clone()];
-        let mut numbers = vec![plain];
-        for (block_type, outputs) in of_each {
-            let weight = noisy(&[outputs, inputs], seed ^ 2, DType::F32)?;
-            let blocks = quantize(&weight, block_type)?;
-            numbers.push(dequantize(&blocks, dtype)?);
-            weights.push(blocks);
-        }
-        for device in devices() {
-            let there = |tensors: &[Tensor]| {
-                tensors.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>()
-            };
-            let (x, weights, numbers) = (x.to_device(device)?, there(&weights)?, there(&numbers)?);
-            let found = linear_rows(&x, &weights.iter().collect::<Vec<_>>())?;
-            let expected = linear_rows(&x, &numbers.iter().collect::<Vec<_>>())?;
-            prop_assert_eq!(found.len(), expected.len());
-            for (found, expected) in found.iter().zip(&expected) {
-                prop_assert_eq!(bits(found)?, bits(expected)?);
-            }
         }
     }
 }
@@ -128,11 +96,5 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     let blocks = quantize(&x, GgmlDType::Q8_0)?;
     let error = message(dequantize(&blocks, DType::U32));
     assert!(error.contains("dtype: U32"), "{error}");
-    let wide = zeros(&[1, 96], DType::F32)?;
-    let error = message(linear_rows(&wide, &[&blocks]));
-    assert!(
-        error.contains("weights[0]: blocks of 64 numbers per row, must be of 96"),
-        "{error}"
-    );
     Ok(())
 }

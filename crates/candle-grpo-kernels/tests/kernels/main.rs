@@ -22,6 +22,7 @@ mod head_transform;
 mod layout;
 mod linear_log_prob;
 mod linear_rows;
+mod linear_rows_of_blocks;
 mod log_prob;
 mod paged_attention;
 mod policy_loss;

@@ -23,7 +23,7 @@ fn model(family: Family) -> DecoderConfig {
 }
 
 /// Row length 64, and 256 in the down map.
-fn wide(config: DecoderConfig) -> DecoderConfig {
+pub(crate) fn wide(config: DecoderConfig) -> DecoderConfig {
     DecoderConfig {
         hidden_size: 64,
         intermediate_size: 256,
@@ -52,7 +52,7 @@ fn numbers(model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
 }
 
 /// Nonzero adapters for all maps.
-fn adapters(model: &DecoderConfig) -> Result<Lora> {
+pub(crate) fn adapters(model: &DecoderConfig) -> Result<Lora> {
     let lora = Lora::init(LoraConfig::all_linear(2, 4.0), model, 3, device())?;
     for (name, variable) in lora.parameters().iter() {
         if name.ends_with("lora_B.weight") {
@@ -133,7 +133,19 @@ fn a_sampler_draws_from_the_dequantized_numbers(family: Family) -> Result<()> {
             let second = decoder.next_logits(&[(sequence, &[9])], &mut cache)?;
             Tensor::cat(&[first, second], 0)
         };
-        assert_eq!(max_difference(&logits(&base)?, &logits(&plain)?)?, 0.0);
+        let (found, expected) = (logits(&base)?, logits(&plain)?);
+        let difference = max_difference(&found, &expected)?;
+        let largest = max_difference(&expected, &expected.zeros_like()?)?;
+        // On a GPU, sums have another order.
+        let tolerance = match dtype {
+            _ if device().is_cpu() => 0.0,
+            DType::F32 => 1e-5,
+            _ => 3e-2,
+        };
+        assert!(
+            difference <= tolerance * largest,
+            "{difference} of {largest}"
+        );
     }
     Ok(())
 }

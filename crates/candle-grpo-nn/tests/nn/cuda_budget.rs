@@ -1,10 +1,11 @@
 //! CUDA driver calls per layer, as counted by the emulated GPU.
 
 use candle_core::{DType, Result};
-use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache};
+use candle_grpo_nn::{BaseWeights, Decoder, DecoderConfig, PagedCache};
 use candle_grpo_test_support::{CudaCalls, device};
 use rstest::rstest;
 
+use crate::base_weights::{adapters, wide};
 use crate::small::{Family, lively};
 
 /// The calls of a decoding step.
@@ -16,20 +17,33 @@ enum Step {
     RecordedWithExperts,
 }
 
-/// Returns the calls for one token in each of three sequences, with this number of layers. If the
-/// step is recorded, that comes first.
-fn decode(family: Family, layers: usize, step: Step) -> Result<Option<CudaCalls>> {
-    let config = DecoderConfig {
+fn config(family: Family, layers: usize) -> DecoderConfig {
+    DecoderConfig {
         num_hidden_layers: layers,
         mlp_only_layers: Vec::new(),
         ..family.config(true)
-    };
+    }
+}
+
+/// Returns the calls for one token in each of three sequences, with this number of layers. If the
+/// step is recorded, that comes first.
+fn decode(family: Family, layers: usize, step: Step) -> Result<Option<CudaCalls>> {
+    let config = config(family, layers);
     let parameters = lively(&config)?;
-    let decoder = Decoder::new(
-        &config,
-        parameters.detached_var_builder().to_dtype(DType::BF16),
-    )?;
-    let mut cache = PagedCache::new(&config, DType::BF16, device())?;
+    let vb = parameters.detached_var_builder().to_dtype(DType::BF16);
+    decode_with(&config, &Decoder::new(&config, vb)?, step)
+}
+
+/// Like [`decode`], with adapters on all linear maps, over quantized weights.
+fn decode_qlora(layers: usize, step: Step) -> Result<Option<CudaCalls>> {
+    let config = wide(config(Family::Qwen3, layers));
+    let base = lively(&config)?.frozen_as(&config, BaseWeights::Q4K, DType::BF16)?;
+    let (vb, _) = adapters(&config)?.copied_var_builder(&base, DType::BF16)?;
+    decode_with(&config, &Decoder::new(&config, vb)?, step)
+}
+
+fn decode_with(config: &DecoderConfig, decoder: &Decoder, step: Step) -> Result<Option<CudaCalls>> {
+    let mut cache = PagedCache::new(config, DType::BF16, device())?;
     if step != Step::Unrecorded {
         cache = cache.with_recorded_steps();
     }
@@ -107,5 +121,27 @@ fn a_recorded_step_keeps_its_budget_of_driver_calls(
     assert_eq!((step.copies_to_device, step.copies_to_host), (1, 0));
     assert_eq!(step.allocations, allocations);
     assert_eq!((step.copies_on_device, step.waits), (copies_on_device, 0));
+    Ok(())
+}
+
+/// The products of quantized weights are four launches: query, key and value share one, and so do
+/// gate and up. An adapter has two cuBLAS products and two launches.
+#[test]
+fn a_layer_of_quantized_weights_keeps_its_budget_of_driver_calls() -> Result<()> {
+    let calls = |layers| decode_qlora(layers, Step::Unrecorded);
+    let (Some(one), Some(two)) = (calls(1)?, calls(2)?) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let layer = two - one;
+    println!("one layer: {layer:?}");
+    let adapters = 7;
+    assert!(layer.launches <= 9 + 2 * adapters, "{layer:?}");
+    assert!(layer.products <= 2 * adapters, "{layer:?}");
+    assert_eq!((layer.copies_to_device, layer.waits), (0, 0), "{layer:?}");
+
+    let step = decode_qlora(3, Step::Recorded)?;
+    let step = step.ok_or_else(|| candle_core::Error::msg("no emulated GPU"))?;
+    assert_eq!((step.launches, step.products), (0, 1), "{step:?}");
     Ok(())
 }

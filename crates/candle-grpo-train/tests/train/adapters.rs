@@ -258,7 +258,9 @@ fn adapters_over_quantized_weights_learn_as_over_their_numbers() {
     assert!(last > first + 0.3, "from {first} to {last}");
     // The reference has the same blocks.
     assert!(of_blocks[0].policy["kl"].abs() < 1e-9);
-    for (a, b) in of_blocks.iter().zip(&of_numbers) {
+    // On a GPU, sums over blocks have another order, so a draw may differ.
+    let exact = of_blocks.iter().zip(&of_numbers);
+    for (a, b) in exact.filter(|_| device().is_cpu()) {
         let (a, b) = (without_seconds(a.clone()), without_seconds(b.clone()));
         assert_eq!(a.reward_mean, b.reward_mean, "step {}", a.step);
     }

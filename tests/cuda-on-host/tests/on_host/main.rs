@@ -42,6 +42,7 @@ mod gated_delta_rule;
 mod gradient_norm;
 mod host;
 mod linear_log_prob;
+mod linear_rows;
 mod log_prob;
 mod paged_attention;
 mod policy_loss;

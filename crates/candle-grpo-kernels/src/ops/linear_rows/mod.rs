@@ -18,14 +18,17 @@ use crate::{PackedWeight, check, path};
 ///
 /// Use it for inference with few rows: each weight is read once, in memory order, and all cores
 /// share the weights. Sums are f32. Products are too, except for bf16 on processors with
-/// `avx512_bf16`. On CUDA, two consecutive weights with the same shape take one product.
+/// `avx512_bf16`. On CUDA, two consecutive weights with the same shape take one product. Up to 64
+/// rows read the blocks of quantized weights in place, in one launch for four weights, and each
+/// result row is bit-identical with any other of these rows. For more, the blocks are dequantized.
 ///
 /// # Shapes
 ///
 /// - `x`: `[N, inputs]`, any float dtype
 /// - each weight: `[outputs, inputs]`, the same dtype; or its blocks, as from
-///   [`quantize`](crate::quantize), u8 `[outputs, blocks per row, bytes per block]`. Blocks give
-///   the same results as [`dequantize`](crate::dequantize()) would, bit-identical on the CPU.
+///   [`quantize`](crate::quantize), u8 `[outputs, blocks per row, bytes per block]`. Products are
+///   of the numbers that [`dequantize`](crate::dequantize()) returns. The results are bit-identical
+///   to those of these numbers on the CPU. On CUDA, sums have another order.
 /// - results: `[N, outputs]`, in the order of the weights
 ///
 /// # Errors
