@@ -1,12 +1,14 @@
 //! `linear_log_prob` and `linear_policy_loss` on SmolLM2-135M's output layer, and one larger case
-//! on a GPU. `linear_rows` on two of its linear layers.
+//! on a GPU. `linear_rows` on two of its linear layers, and on quantized ones on a GPU.
 //!
 //! Backward passes are called alone, as in training with `candle-grpo-train`. The rows "in a graph"
 //! use Candle's `backward`, which adds the weight gradient to zeros.
 
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob, linear_rows,
+    LinearLogProb, LogProbOptions, TokenLogProbs, composed, dequantize, linear_log_prob,
+    linear_rows, quantize,
 };
 use candle_grpo_loss::{PolicyBatch, PolicyLoss, linear_policy_loss};
 use gemm::Parallelism;
@@ -75,6 +77,47 @@ pub(super) fn rows() -> Vec<Case> {
     [1536, 49_152]
         .into_iter()
         .flat_map(|outputs| [1, 4, 16, 64, 1024].map(|rows| case(rows, outputs)))
+        .collect()
+}
+
+/// Four linear layers in quantized blocks, which are larger than the caches of a GPU together.
+/// Compares with dequantizing each and a product.
+pub(super) fn blocks() -> Vec<Case> {
+    const INPUTS: usize = 4096;
+    const OUTPUTS: usize = 14_336;
+    const WEIGHTS: usize = 4;
+    // The host quantizes these rows, and a weight repeats them.
+    const ROWS: usize = 256;
+    let case = |rows: usize, block_type: GgmlDType| Case {
+        op: "linear_rows",
+        shape: format!("[{rows}, {INPUTS}] x {WEIGHTS} [{OUTPUTS}, {INPUTS}] in {block_type:?}"),
+        dtype: DType::BF16,
+        direction: Direction::Forward,
+        prepare: Box::new(move |device| {
+            let x = noise((rows, INPUTS), 1.0, 1, DType::BF16, device)?;
+            let some = noise((ROWS, INPUTS), 0.05, 2, DType::F32, device)?;
+            let some = quantize(&some, block_type)?;
+            let weights = (0..WEIGHTS).map(|_| Tensor::cat(&[&some; OUTPUTS / ROWS], 0));
+            let weights = weights.collect::<Result<Vec<_>>>()?;
+            let (input, blocks) = (x.clone(), weights.clone());
+            Ok(Pair {
+                ours: Direction::Forward.run(device, move || {
+                    let weights: Vec<_> = weights.iter().collect();
+                    Ok(linear_rows(&x, &weights)?.swap_remove(0))
+                }),
+                composed: Direction::Forward.run(device, move || {
+                    let products = blocks
+                        .iter()
+                        .map(|weight| input.matmul(&dequantize(weight, DType::BF16)?.t()?));
+                    Ok(products.collect::<Result<Vec<_>>>()?.swap_remove(0))
+                }),
+            })
+        }),
+        bandwidth: None,
+    };
+    [GgmlDType::Q4_0, GgmlDType::Q4K, GgmlDType::Q8_0]
+        .into_iter()
+        .flat_map(|block_type| [1, 8, 16, 64].map(|rows| case(rows, block_type)))
         .collect()
 }
 

@@ -29,6 +29,7 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
         vec![
             bandwidth::cases(),
             linear::large(),
+            linear::blocks(),
             logits::cases(),
             policy_loss::cases(),
             layers::large(),
