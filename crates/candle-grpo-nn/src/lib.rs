@@ -69,7 +69,7 @@ pub mod weights;
 
 pub use candle_grpo_base::{atomic_file, json};
 
-pub use adapters::{Lora, LoraConfig};
+pub use adapters::{Lora, LoraConfig, MergedCopies};
 pub use compute_dtype::ComputeDType;
 pub use config::{DecoderConfig, LayerType, ModelType, RopeScaling, SequenceClassifierConfig};
 pub use decoding::{Decoding, PagedCache, SequenceId, SequenceStates};

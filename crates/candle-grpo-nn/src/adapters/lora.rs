@@ -6,18 +6,19 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_core::Invalid;
 use candle_grpo_core::validate;
+use candle_grpo_kernels::add_matmul;
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::config::architecture::linear_maps;
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
-use crate::weights::base_weights::builder;
+use crate::weights::base_weights::{builder, numbers, shape};
 use crate::weights::check::check_names;
-use crate::weights::compute_copies::value_in;
+use crate::weights::compute_copies::{ensure_copy_dtype, value_in};
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::standard_normal::StandardNormal;
-use crate::{ComputeCopies, DecoderConfig, Export, Parameters};
+use crate::{ComputeCopies, DecoderConfig, Export, MergedCopies, Parameters};
 use candle_grpo_base::atomic_file;
 
 /// LoRA options.
@@ -60,7 +61,8 @@ impl LoraConfig {
         self.alpha / self.rank as f64
     }
 
-    fn targets(&self, module: &str) -> bool {
+    /// Returns whether the linear map `module` has an adapter.
+    pub(crate) fn targets(&self, module: &str) -> bool {
         self.target_modules
             .iter()
             .any(|target| matches(target, module))
@@ -104,20 +106,24 @@ impl LoraConfig {
             }
         }
         let mut shapes = BTreeMap::new();
-        for (module, shape) in modules {
-            if self.targets(&module) {
-                let (outputs, inputs) = shape.dims2()?;
-                shapes.insert(
-                    format!("{module}.{LORA_A}"),
-                    Shape::from((self.rank, inputs)),
-                );
-                shapes.insert(
-                    format!("{module}.{LORA_B}"),
-                    Shape::from((outputs, self.rank)),
-                );
-            }
+        for (module, shape) in self.maps(model) {
+            let (outputs, inputs) = shape.dims2()?;
+            shapes.insert(
+                format!("{module}.{LORA_A}"),
+                Shape::from((self.rank, inputs)),
+            );
+            shapes.insert(
+                format!("{module}.{LORA_B}"),
+                Shape::from((outputs, self.rank)),
+            );
         }
         Ok(shapes)
+    }
+
+    /// Names and weight shapes of the maps that get adapters.
+    pub(crate) fn maps(&self, model: &DecoderConfig) -> impl Iterator<Item = (String, Shape)> {
+        let maps = linear_maps(model).into_iter();
+        maps.filter(|(module, _)| self.targets(module))
     }
 }
 
@@ -127,6 +133,14 @@ fn matches(target: &str, module: &str) -> bool {
         .strip_suffix(target)
         .is_some_and(|before| before.is_empty() || before.ends_with('.'));
     is_suffix || target == ALL_LINEAR
+}
+
+/// Returns the weight of `base` that an adapter extends.
+fn extended<'b>(base: &'b Parameters, name: &str) -> Result<&'b Var> {
+    let Some(weight) = base.get(name) else {
+        bail!("base: no {name}, must have it as there is an adapter for it");
+    };
+    Ok(weight)
 }
 
 /// Low-rank adapters (LoRA, Hu et al. 2021). An adapted map computes
@@ -261,28 +275,89 @@ impl Lora {
             .map(|(name, variable)| Ok((name.to_owned(), base_value(variable)?)))
             .collect::<Result<HashMap<String, Tensor>>>()?;
         let scaling = Tensor::new(self.config.scaling(), &Device::Cpu)?;
+        for module in self.modules() {
+            extended(base, &format!("{module}weight"))?;
+            tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
+        }
         for (name, variable) in self.parameters.iter() {
-            if let Some(module) = name.strip_suffix(LORA_A) {
-                if !tensors.contains_key(&format!("{module}weight")) {
-                    bail!("base: no {module}weight, must have it as there is an adapter for it");
-                }
-                tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
-            }
             tensors.insert(name.to_owned(), adapter_value(variable)?);
         }
         Ok(builder(tensors, dtype, base.device()))
     }
 
+    /// Returns a builder of detached tensors in `dtype` for a model without adapters, and the
+    /// copies in which the adapters are merged into the weights that they extend. They see updates
+    /// after [`MergedCopies::refresh`].
+    ///
+    /// A copy is dense, even if the weight is in quantized blocks. Other weights are shared, if
+    /// they are in blocks or already [frozen](Parameters::frozen_as) in `dtype`.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is not F32, BF16 or F16, the adapters belong to another model, or ranks divide
+    /// [all weights](Parameters::is_full).
+    pub fn merged_var_builder(
+        &self,
+        base: &Parameters,
+        dtype: DType,
+    ) -> Result<(VarBuilder<'static>, MergedCopies)> {
+        ensure_copy_dtype(dtype)?;
+        base.ensure_whole()?;
+        let mut copies = BTreeMap::new();
+        for module in self.modules() {
+            let name = format!("{module}weight");
+            let shape = shape(extended(base, &name)?)?;
+            copies.insert(name, Var::zeros(shape, dtype, base.device())?);
+        }
+        let copies = MergedCopies::new(copies);
+        copies.refresh(self, base)?;
+        let tensors = base.iter().map(|(name, variable)| {
+            let tensor = match copies.get(name) {
+                Some(copy) => copy,
+                None if variable.dtype() == dtype => variable.as_detached_tensor(),
+                None => value_in(variable, dtype)?,
+            };
+            Ok((name.to_owned(), tensor))
+        });
+        let tensors = tensors.collect::<Result<_>>()?;
+        Ok((builder(tensors, dtype, base.device()), copies))
+    }
+
+    /// Returns the weight `name` of `base` with its adapter, in f32 and new memory on the device of
+    /// `base`.
+    pub(crate) fn merged_weight(&self, name: &str, base: &Parameters) -> Result<Tensor> {
+        let Some(matrices) = self.matrices(name) else {
+            bail!("adapters: none for {name}, must have one");
+        };
+        let weight = extended(base, name)?.as_detached_tensor();
+        let merged = numbers(&weight, DType::F32).and_then(|weight| self.merge(&weight, matrices));
+        merged.map_err(|error| Error::msg(format!("{name}: {error}")))
+    }
+
+    /// Returns `weight + scaling * b a` in f32 and new memory.
+    fn merge(&self, weight: &Tensor, (a, b): (&Var, &Var)) -> Result<Tensor> {
+        let sum = match weight.dtype() {
+            DType::F32 => weight.force_contiguous()?,
+            _ => weight.to_dtype(DType::F32)?,
+        };
+        let [a, b] = [a, b].map(|x| x.as_detached_tensor().to_device(sum.device()));
+        add_matmul(&sum, &(b? * self.config.scaling())?, &a?)?;
+        Ok(sum)
+    }
+
     /// Merges the adapters into the `base` weights in f32, for export to a file.
     pub fn export<'a>(&'a self, base: &'a Parameters) -> Export<'a> {
         let merge = |name: &str, weight: Tensor| match self.matrices(name) {
-            Some((a, b)) => {
-                let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                weight.to_dtype(DType::F32)? + (change * self.config.scaling())?
-            }
+            Some(matrices) => self.merge(&weight, matrices),
             None => Ok(weight),
         };
         Export::new(base).with_change(merge).in_dtype(DType::F32)
+    }
+
+    /// The names of the adapted maps, each with a dot at its end.
+    fn modules(&self) -> impl Iterator<Item = &str> {
+        let names = self.parameters.iter().map(|(name, _)| name);
+        names.filter_map(|name| name.strip_suffix(LORA_A))
     }
 
     /// Returns whether this weight has an adapter.

@@ -1,6 +1,8 @@
 //! Estimates a decoder's memory from its configuration.
 
-use candle_core::{DType, Result};
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Result, Shape};
 use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack, rows_without_rest};
 
 use crate::config::architecture::{
@@ -8,7 +10,7 @@ use crate::config::architecture::{
 };
 use crate::decoding::{pages_for, pages_in_place};
 use crate::weights::base_weights::FrozenForm;
-use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig};
+use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig, LoraConfig};
 
 /// Memory of a GPU is mapped in multiples of this number of bytes.
 const MAPPED_BYTES: usize = 2 << 20;
@@ -26,7 +28,51 @@ pub struct RecordedBytes {
     pub main_memory: usize,
 }
 
+/// Memory for weights with merged adapters, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MergedBytes {
+    /// The copies.
+    pub copies: usize,
+    /// The largest weight in f32, and rounded, while it is merged.
+    pub merging: usize,
+}
+
 impl DecoderConfig {
+    /// Memory for [`Lora::merged_var_builder`](crate::Lora::merged_var_builder) with `dtype` and
+    /// these adapters. Base weights are in the form `base`, and dense ones in `base_dtype`.
+    /// [`BaseWeights::Stored`] counts as dense.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is not F32, BF16 or F16, or the adapters are not valid for this model.
+    pub fn merged_bytes(
+        &self,
+        adapters: &LoraConfig,
+        (base, base_dtype): (BaseWeights, DType),
+        dtype: DType,
+    ) -> Result<MergedBytes> {
+        adapters.validate(self)?;
+        let form = FrozenForm::new(self, base, dtype)?;
+        let merged = adapters.maps(self);
+        let merged: BTreeMap<_, _> = merged
+            .map(|(module, shape)| (format!("{module}.weight"), shape.elem_count()))
+            .collect();
+        let is_copied = |name: &String, shape: &Shape| {
+            let is_dense = form.block_type(name, shape).is_none();
+            merged.contains_key(name) || is_dense && base_dtype != dtype
+        };
+        let copied = self.parameter_shapes().into_iter();
+        let copied = copied.filter(|(name, shape)| is_copied(name, shape));
+        let elements: usize = copied.map(|(_, shape)| shape.elem_count()).sum();
+        let largest = merged.into_values().max().unwrap_or(0);
+        let (size, wide) = (dtype.size_in_bytes(), DType::F32.size_in_bytes());
+        let rounded = if dtype == DType::F32 { 0 } else { size };
+        Ok(MergedBytes {
+            copies: elements * size,
+            merging: largest * (wide + rounded),
+        })
+    }
+
     /// Memory for [`LanguageModel::record`](crate::LanguageModel::record) and its backward pass
     /// over `tokens` tokens in `dtype`. Attention computes `expanded` tokens: it counts shared
     /// prefixes once per sequence. `offloading` is for a GPU, as in
@@ -114,19 +160,26 @@ impl DecoderConfig {
     /// Bytes for the weight copies that
     /// [`PagedCache::pack_weights`](crate::PagedCache::pack_weights) makes on the CPU, with base
     /// weights in the form `base` and all others in `dtype`. [`BaseWeights::Stored`] counts as
-    /// dense.
+    /// dense, and so do weights with `merged` adapters.
     ///
     /// # Errors
     ///
     /// If `dtype` is not F32, BF16 or F16.
-    pub fn packed_bytes(&self, base: BaseWeights, dtype: DType) -> Result<usize> {
+    pub fn packed_bytes(
+        &self,
+        (base, merged): (BaseWeights, Option<&LoraConfig>),
+        dtype: DType,
+    ) -> Result<usize> {
         let form = FrozenForm::new(self, base, dtype)?;
         if !PackedWeight::copies(dtype) {
             return Ok(0);
         }
+        let is_dense = |name: &str, shape: &Shape| {
+            let is_merged = merged.is_some_and(|adapters| adapters.targets(name));
+            is_merged || form.block_type(&format!("{name}.weight"), shape).is_none()
+        };
         let maps = linear_maps(self).into_iter();
-        let maps = maps
-            .filter(|(name, shape)| form.block_type(&format!("{name}.weight"), shape).is_none());
+        let maps = maps.filter(|(name, shape)| is_dense(name, shape));
         let elements: usize = maps.map(|(_, shape)| shape.elem_count()).sum();
         Ok((elements + self.vocab_size * self.hidden_size) * dtype.size_in_bytes())
     }

@@ -34,7 +34,7 @@ pub use activation_checkpointing::ActivationCheckpointing;
 pub use decoder::Decoder;
 pub use divided_model::DividedModel;
 pub use language_model::{Backward, LanguageModel};
-pub use memory::RecordedBytes;
+pub use memory::{MergedBytes, RecordedBytes};
 pub use model_config::ModelConfig;
 pub use routes::ExpertBalance;
 pub use sequence_classifier::SequenceClassifier;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::DecoderConfig;
 use crate::config::architecture::linear_maps;
+use crate::weights::compute_copies::ensure_copy_dtype;
 
 /// Storage of a model's linear maps while only adapters train (QLoRA,
 /// <https://arxiv.org/abs/2305.14314>, with GGUF block formats).
@@ -95,9 +96,7 @@ pub(crate) struct FrozenForm {
 
 impl FrozenForm {
     pub(crate) fn new(model: &DecoderConfig, base: BaseWeights, dtype: DType) -> Result<Self> {
-        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-            bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
-        }
+        ensure_copy_dtype(dtype)?;
         let mut maps = BTreeSet::new();
         if base != BaseWeights::Dense {
             let routers = model.architecture().routers();

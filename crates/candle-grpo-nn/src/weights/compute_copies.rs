@@ -91,12 +91,18 @@ fn refresh(variable: &Var, copy: &Var) -> Result<()> {
     flat.slice_set(&now.flatten_all()?, 0, 0)
 }
 
-/// The detached value in `dtype`. If a frozen variable already has this dtype, the memory is
-/// shared.
-pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
+/// Checks that weights can have copies in `dtype`.
+pub(crate) fn ensure_copy_dtype(dtype: DType) -> Result<()> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
     }
+    Ok(())
+}
+
+/// The detached value in `dtype`. If a frozen variable already has this dtype, the memory is
+/// shared.
+pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
+    ensure_copy_dtype(dtype)?;
     let value = variable.as_detached_tensor();
     match variable.dtype() {
         // Quantized blocks.

@@ -492,7 +492,7 @@ impl Parameters {
     }
 
     /// Checks that the variables have values.
-    fn ensure_whole(&self) -> Result<()> {
+    pub(crate) fn ensure_whole(&self) -> Result<()> {
         if self.is_full() {
             bail!("weights: divided between ranks, must be whole to be copied");
         }

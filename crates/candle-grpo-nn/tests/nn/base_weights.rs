@@ -274,6 +274,48 @@ fn weights_in_blocks_are_copied_merged_and_saved() -> Result<()> {
     )
 }
 
+/// Maps without an adapter stay in blocks.
+#[test]
+fn adapters_are_merged_into_dense_copies_of_blocks() -> Result<()> {
+    let model = model(Family::Qwen3);
+    let base = lively(&model)?.frozen_as(&model, BaseWeights::Q8_0, DType::F32)?;
+    let config = LoraConfig {
+        target_modules: vec!["q_proj".to_owned(), "down_proj".to_owned()],
+        ..LoraConfig::all_linear(2, 4.0)
+    };
+    let lora = Lora::init(config.clone(), &model, 3, device())?;
+    for (name, matrix) in lora.parameters().iter() {
+        let noise = noise_tensor(matrix.shape(), name.len() as u64, DType::F32, device())?;
+        matrix.set(&(noise * 0.3)?)?;
+    }
+    let merged = lora.merged(&model, &base)?;
+    let (vb, copies) = lora.merged_var_builder(&base, DType::F32)?;
+    let mut bytes = 0;
+    for (name, weight) in merged.iter() {
+        let is_adapted = name.contains("q_proj") || name.contains("down_proj");
+        match copies.get(name) {
+            Some(copy) => {
+                assert_eq!(max_difference(&copy, weight)?, 0.0, "{name}");
+                bytes += 4 * copy.elem_count();
+            }
+            None => assert!(!is_adapted, "{name}"),
+        }
+        let is_block = vb.get_unchecked(name)?.dtype() == DType::U8;
+        let was_block = base.get(name).expect("a weight").dtype() == DType::U8;
+        assert_eq!(is_block, was_block && !is_adapted, "{name}");
+    }
+    let planned = model.merged_bytes(&config, (BaseWeights::Q8_0, DType::F32), DType::F32)?;
+    assert_eq!(planned.copies, bytes);
+    // The query map has 4 heads of 32 for a row length of 64.
+    assert_eq!(planned.merging, 4 * 64 * 256);
+
+    let (ids, mask) = left_padded()?;
+    let states = |vb| Decoder::new(&model, vb)?.padded_hidden_states(&ids, &mask);
+    let difference = max_difference(&states(vb)?, &states(lora.detached_var_builder(&base)?)?)?;
+    assert!(difference < 1e-4, "{difference}");
+    Ok(())
+}
+
 #[test]
 fn blocks_that_do_not_fit_are_refused_by_name() -> Result<()> {
     let model = model(Family::Llama);

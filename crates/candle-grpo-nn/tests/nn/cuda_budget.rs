@@ -42,6 +42,24 @@ fn decode_qlora(layers: usize, step: Step) -> Result<Option<CudaCalls>> {
     decode_with(&config, &Decoder::new(&config, vb)?, step)
 }
 
+/// Like [`decode`], with adapters on all linear maps, which may be merged into copies.
+fn decode_lora(
+    is_merged: bool,
+    family: Family,
+    layers: usize,
+    step: Step,
+) -> Result<Option<CudaCalls>> {
+    let config = config(family, layers);
+    let base = lively(&config)?.frozen_as(&config, BaseWeights::Dense, DType::BF16)?;
+    let adapters = adapters(&config)?;
+    let vb = if is_merged {
+        adapters.merged_var_builder(&base, DType::BF16)?.0
+    } else {
+        adapters.copied_var_builder(&base, DType::BF16)?.0
+    };
+    decode_with(&config, &Decoder::new(&config, vb)?, step)
+}
+
 fn decode_with(config: &DecoderConfig, decoder: &Decoder, step: Step) -> Result<Option<CudaCalls>> {
     let mut cache = PagedCache::new(config, DType::BF16, device())?;
     if step != Step::Unrecorded {
@@ -95,6 +113,28 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
     for calls in [layer, rest] {
         assert_eq!((calls.copies_to_host, calls.waits), (0, 0), "{calls:?}");
         assert_eq!((calls.events, calls.memsets), (0, 0), "{calls:?}");
+    }
+    Ok(())
+}
+
+/// Two further products and two kernels for each map are gone.
+#[rstest]
+fn merged_adapters_take_no_driver_calls(
+    #[values(Family::Qwen3, Family::Qwen3Moe)] family: Family,
+    #[values(Step::Unrecorded, Step::Recorded)] step: Step,
+) -> Result<()> {
+    let none = decode(family, 2, step)?;
+    let merged = decode_lora(true, family, 2, step)?;
+    assert_eq!(merged, none);
+    let Some((none, apart)) = none.zip(decode_lora(false, family, 2, step)?) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    println!("{none:?}, with adapters {apart:?}");
+    if step == Step::Unrecorded {
+        let maps = 2 * 7;
+        assert!(apart.products >= none.products + 2 * maps, "{apart:?}");
+        assert!(apart.launches >= none.launches + 2 * maps, "{apart:?}");
     }
     Ok(())
 }

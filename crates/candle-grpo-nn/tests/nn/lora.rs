@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters,
+    AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Gradients, Lora, LoraConfig,
+    Parameters,
 };
 use candle_grpo_test_support::{device, message, noise_tensor};
 use rstest::rstest;
+use rstest_reuse::apply;
 
-use crate::small::{Family, bits, config, left_padded, lively, max_difference, next_token_loss};
+use crate::small::{
+    Family, bits, config, each_family, left_padded, lively, max_difference, next_token_loss,
+};
 
 /// Adapters whose b is not zero, as it is after some training.
 fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
@@ -92,6 +96,145 @@ fn merged_weights_are_the_policy_with_its_adapters(
     let merged_logits = logits(&Decoder::new(&model, merged.detached_var_builder())?)?;
     assert!(max_difference(&on, &merged_logits)? < 1e-4);
     assert_eq!(bits(&base)?, before);
+    Ok(())
+}
+
+/// `values`, to a whole number of `unit`.
+fn on_grid(values: &Tensor, unit: f64) -> Result<Tensor> {
+    (values / unit)?.round()? * unit
+}
+
+/// The f64 reference is exact: all numbers are multiples of powers of two.
+#[rstest]
+fn merged_copies_are_the_exact_sums_rounded_once(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let model = config(false);
+    let base = lively(&model)?;
+    for (_, weight) in base.iter() {
+        weight.set(&on_grid(weight, 1. / 4096.)?)?;
+    }
+    let lora = trained(LoraConfig::all_linear(4, 2.), &model)?;
+    for (_, matrix) in lora.parameters().iter() {
+        matrix.set(&on_grid(matrix, 1. / 64.)?)?;
+    }
+    let (_, copies) = lora.merged_var_builder(&base, dtype)?;
+    let (mut merged, mut rounded) = (0, 0);
+    for (name, weight) in base.iter() {
+        let module = name.trim_end_matches(".weight");
+        let matrix = |part: &str| {
+            lora.parameters()
+                .get(&format!("{module}.lora_{part}.weight"))
+        };
+        let (Some(a), Some(b)) = (matrix("A"), matrix("B")) else {
+            assert!(copies.get(name).is_none(), "{name}");
+            continue;
+        };
+        let [weight, a, b] =
+            [weight, a, b].map(|x| x.to_device(&Device::Cpu)?.to_dtype(DType::F64));
+        // alpha / rank is a half.
+        let exact = (weight? + (b?.matmul(&a?)? * 0.5)?)?;
+        let expected = exact.to_dtype(dtype)?;
+        let copy = copies.get(name).expect("a copy").to_device(&Device::Cpu)?;
+        assert_eq!(copy.dtype(), dtype);
+        assert_eq!(max_difference(&copy, &expected)?, 0., "{name}");
+        rounded += usize::from(max_difference(&expected, &exact)? > 0.);
+        merged += 1;
+    }
+    assert_eq!(merged, 14);
+    assert_eq!(rounded, if dtype == DType::F32 { 0 } else { merged });
+    Ok(())
+}
+
+#[apply(each_family)]
+fn a_decoder_of_merged_copies_is_the_policy_with_its_adapters(family: Family) -> Result<()> {
+    let model = family.config(false);
+    let base = lively(&model)?;
+    let before = bits(&base)?;
+    let lora = trained(LoraConfig::all_linear(3, 2.), &model)?;
+    let policy = Decoder::new(&model, lora.detached_var_builder(&base)?)?;
+    let (vb, copies) = lora.merged_var_builder(&base, DType::F32)?;
+    let decoder = Decoder::new(&model, vb)?;
+    let first = logits(&decoder)?;
+    assert!(max_difference(&first, &logits(&policy)?)? < 1e-4);
+
+    for (_, matrix) in lora.parameters().iter() {
+        matrix.set(&(matrix.as_tensor() * 0.5)?)?;
+    }
+    assert_eq!(max_difference(&logits(&decoder)?, &first)?, 0.);
+    copies.refresh(&lora, &base)?;
+    let second = logits(&decoder)?;
+    assert!(max_difference(&second, &logits(&policy)?)? < 1e-4);
+    assert!(max_difference(&second, &first)? > 1e-2);
+    // The weights of a file are the same sums.
+    let merged = lora.merged(&model, &base)?;
+    let merged = Decoder::new(&model, merged.detached_var_builder())?;
+    assert_eq!(max_difference(&second, &logits(&merged)?)?, 0.);
+    assert_eq!(bits(&base)?, before);
+    Ok(())
+}
+
+/// Weights without adapters are not copied if they have the dtype.
+#[rstest]
+#[case::the_same_dtype(DType::BF16, true)]
+#[case::another_dtype(DType::F32, false)]
+fn merged_copies_share_the_other_weights(
+    #[case] base_dtype: DType,
+    #[case] shared: bool,
+) -> Result<()> {
+    let model = config(true);
+    let base = lively(&model)?.frozen_as(&model, BaseWeights::Dense, base_dtype)?;
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    let (vb, _) = lora.merged_var_builder(&base, DType::BF16)?;
+    let decoder = Decoder::new(&model, vb)?;
+    assert_eq!(decoder.output_weight().dtype(), DType::BF16);
+    let embedding = base.get("model.embed_tokens.weight").expect("a weight");
+    embedding.set(&embedding.zeros_like()?)?;
+    let zeros = decoder.output_weight().zeros_like()?;
+    let is_zero = max_difference(decoder.output_weight(), &zeros)? == 0.;
+    assert_eq!(is_zero, shared);
+    Ok(())
+}
+
+#[test]
+fn adapters_of_another_model_are_not_merged() -> Result<()> {
+    let model = config(false);
+    let base = lively(&model)?;
+    let deeper = DecoderConfig {
+        num_hidden_layers: 3,
+        ..model.clone()
+    };
+    let lora = |model: &DecoderConfig| trained(LoraConfig::all_linear(2, 4.), model);
+    let error = message(lora(&deeper)?.merged_var_builder(&base, DType::F32));
+    assert!(
+        error.contains("base: no model.layers.2.mlp.down_proj.weight, must have it"),
+        "{error}"
+    );
+    let error = message(lora(&model)?.merged_var_builder(&base, DType::F64));
+    assert!(
+        error.contains("dtype: F64, must be F32, BF16 or F16"),
+        "{error}"
+    );
+
+    let (_, copies) = lora(&model)?.merged_var_builder(&base, DType::F32)?;
+    let some = LoraConfig {
+        target_modules: vec!["q_proj".to_owned()],
+        ..LoraConfig::all_linear(2, 4.)
+    };
+    let error = message(copies.refresh(&trained(some, &model)?, &base));
+    assert!(
+        error.contains("adapters: none for model.layers.0.mlp.down_proj.weight, must have one"),
+        "{error}"
+    );
+    let wider = DecoderConfig {
+        intermediate_size: 24,
+        ..model
+    };
+    let error = message(copies.refresh(&lora(&wider)?, &base));
+    assert!(
+        error.contains("model.layers.0.mlp.down_proj.weight: "),
+        "{error}"
+    );
     Ok(())
 }
 

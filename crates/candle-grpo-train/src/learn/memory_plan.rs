@@ -301,7 +301,7 @@ impl MemoryPlan {
         draws.validate()?;
         let dtype = DType::from(config.compute_dtype);
         let packed = if draws.packs() {
-            model.packed_bytes(BaseWeights::Dense, dtype)?
+            model.packed_bytes((BaseWeights::Dense, None), dtype)?
         } else {
             0
         };
@@ -457,9 +457,9 @@ impl Draws<'_> {
         }
         let dtype = DType::from(config.rollout_dtype());
         Ok(match &config.adapters {
-            None => model.packed_bytes(BaseWeights::Dense, dtype)?,
+            None => model.packed_bytes((BaseWeights::Dense, None), dtype)?,
             // The rows of adapters are padded, so that their copies have up to twice their size.
-            Some(_) => model.packed_bytes(config.base_weights, dtype)? + 2 * adapters,
+            Some(_) => model.packed_bytes((config.base_weights, None), dtype)? + 2 * adapters,
         })
     }
 }
