@@ -56,8 +56,13 @@ impl<C: ModelConfig> Ahead<C> {
             let on_gpu = !weights.parameters.device().is_cpu();
             let valid = config.rollout.validate_local(on_gpu);
             valid.map_err(|error| within("rollout", error))?;
-            let generator = LocalGenerator::detached(weights, config.rollout_dtype())?;
-            collector = collector.with_generator(Arc::new(generator));
+            let dtype = config.rollout_dtype();
+            let generator = if config.rollout.merge_adapters {
+                LocalGenerator::merged(weights, dtype)
+            } else {
+                LocalGenerator::detached(weights, dtype)
+            };
+            collector = collector.with_generator(Arc::new(generator?));
         } else {
             check(
                 !collector.shares_weights(),

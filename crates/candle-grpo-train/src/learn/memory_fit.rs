@@ -92,13 +92,19 @@ impl MemoryFit<'_> {
             change(&mut changed);
             self.fits(&changed).then_some(changed)
         };
+        let unmerged = base
+            .rollout
+            .merge_adapters
+            .then(|| with(&|config| config.rollout.merge_adapters = false))
+            .flatten();
         let mut layers = (1..=self.model.num_hidden_layers).map(ActivationCheckpointing::Layers);
         let checkpointed =
             layers.find_map(|layers| with(&|config| config.activation_checkpointing = layers));
         let batch_size = base.sampling.max_batch_size;
         let halves = std::iter::successors(Some(batch_size / 2), |size| Some(size / 2));
         let mut halves = halves.take_while(|&size| size > 0);
-        checkpointed
+        unmerged
+            .or(checkpointed)
             .or_else(|| {
                 let mib = self.max_cache_mib(base)?;
                 with(&|config| config.sampling.max_cache_mib = Some(mib))
@@ -117,6 +123,7 @@ impl MemoryFit<'_> {
             activation_checkpointing: true.into(),
             ..base.clone()
         };
+        changed.rollout.merge_adapters = false;
         let bounded = with_tokens(&changed, least);
         if self.peak(&bounded).is_some() {
             changed = bounded;
@@ -238,7 +245,7 @@ fn differences(base: &TrainConfig, changed: &TrainConfig) -> Vec<String> {
 }
 
 /// The settings that a change may name, with their values.
-fn settings(config: &TrainConfig) -> [(&'static str, String); 14] {
+fn settings(config: &TrainConfig) -> [(&'static str, String); 15] {
     let (sampling, optimizer) = (&config.sampling, &config.optimizer);
     let tokens = config.micro_batch_tokens.as_ref();
     let adapters = config.adapters.as_ref();
@@ -266,6 +273,10 @@ fn settings(config: &TrainConfig) -> [(&'static str, String); 14] {
         (
             "sampling.max_batch_size",
             sampling.max_batch_size.to_string(),
+        ),
+        (
+            "rollout.merge_adapters",
+            config.rollout.merge_adapters.to_string(),
         ),
         ("sharding", Name(&config.sharding).to_string()),
         ("optimizer.memory", Name(&optimizer.memory).to_string()),

@@ -9,6 +9,7 @@ use candle_grpo_kernels::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearLogProb, cuda_is_enabled,
 };
 use candle_grpo_loss::{DistillationLoss, linear_distillation_bytes};
+use candle_grpo_nn::model::MergedBytes;
 use candle_grpo_nn::optim::{
     BUCKET_BYTES, GradientDType, MasterWeights, Sharding, StateForm, StateMemory,
 };
@@ -75,8 +76,8 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Weights of the policy that train, in the dtype of the master weights, and copies in the
-    /// dtypes of the computation and of the draws. Those of completions that are drawn ahead are
-    /// left out.
+    /// dtypes of the computation and of the draws, or with merged adapters. Those of completions
+    /// that are drawn ahead are left out.
     pub weights: usize,
     /// Weights of the policy that do not train, in their form.
     ///
@@ -103,7 +104,8 @@ pub struct MemoryPlan {
     pub activations: usize,
     /// Gradients and activations together, at their peak.
     pub training: usize,
-    /// The cache of keys and values and the logits, while completions of a step are drawn. With
+    /// The cache of keys and values and the logits, while completions of a step are drawn, or the
+    /// largest weight while adapters are merged. With
     /// [`Self::with_teacher_samples`], also while a teacher draws, which comes later.
     pub sampling: usize,
     /// The same for an evaluation: 0 unless [`Self::with_evaluation`] sets it.
@@ -203,10 +205,12 @@ impl MemoryPlan {
             }
             plan.training = plan.training.max(bytes.training);
         }
+        let merged = config.merged_bytes(model)?;
         // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
-        let copies = match config.own_rollout_dtype() {
-            None => 0,
-            Some(dtype) => {
+        let copies = match (config.own_rollout_dtype(), merged) {
+            (_, Some(merged)) => merged.copies,
+            (None, None) => 0,
+            (Some(dtype), None) => {
                 let frozen = |dtype| match &config.adapters {
                     None => Ok(0),
                     Some(_) => config.base_weights.num_bytes(model, dtype),
@@ -222,7 +226,9 @@ impl MemoryPlan {
             } else {
                 0
             },
-            sampling: draws.bytes(model, drawn_in),
+            sampling: draws
+                .bytes(model, drawn_in)
+                .max(merged.map_or(0, |merged| merged.merging)),
             held: if learning.division.is_full() && config.holds_weights() {
                 BaseWeights::Dense.num_bytes(model, drawn_in)?
             } else {
@@ -379,6 +385,20 @@ impl MemoryPlan {
     }
 }
 
+impl TrainConfig {
+    /// The memory for weights with merged adapters, if completions are drawn from them.
+    pub(super) fn merged_bytes(&self, model: &DecoderConfig) -> Result<Option<MergedBytes>> {
+        let adapters = self.adapters.as_ref();
+        let merged = adapters
+            .filter(|_| self.rollout.merge_adapters)
+            .map(|adapters| {
+                let base = (self.base_weights, self.compute_dtype.into());
+                model.merged_bytes(adapters, base, self.rollout_dtype().into())
+            });
+        Ok(merged.transpose()?)
+    }
+}
+
 /// The bytes of a copy of `count` weights of the policy, which are f32 as well if it `follows` the
 /// policy.
 fn policy_copy_bytes(count: usize, config: &TrainConfig, follows: bool) -> usize {
@@ -456,10 +476,14 @@ impl Draws<'_> {
             return Ok(0);
         }
         let dtype = DType::from(config.rollout_dtype());
+        let base = config.base_weights;
         Ok(match &config.adapters {
             None => model.packed_bytes((BaseWeights::Dense, None), dtype)?,
+            Some(merged) if config.rollout.merge_adapters => {
+                model.packed_bytes((base, Some(merged)), dtype)?
+            }
             // The rows of adapters are padded, so that their copies have up to twice their size.
-            Some(_) => model.packed_bytes((config.base_weights, None), dtype)? + 2 * adapters,
+            Some(_) => model.packed_bytes((base, None), dtype)? + 2 * adapters,
         })
     }
 }
@@ -1301,6 +1325,92 @@ mod tests {
         // The linear maps of the block are in blocks of numbers: seven of 64 x 64.
         config.base_weights = BaseWeights::Q8_0;
         assert_eq!(copies(config)?, 2 * (all - 7 * 64 * 64 + adapters));
+        Ok(())
+    }
+
+    /// Each of the seven maps has 64 x 64 numbers. Over weights in blocks, the copies are dense.
+    #[rstest]
+    #[case::f32(ComputeDType::F32, None, BaseWeights::Dense, 4, 0)]
+    #[case::bf16(ComputeDType::Bf16, None, BaseWeights::Dense, 2, 0)]
+    #[case::of_blocks(ComputeDType::Bf16, None, BaseWeights::Q8_0, 2, 0)]
+    #[case::in_bf16(ComputeDType::F32, Some(ComputeDType::Bf16), BaseWeights::Dense, 2, 2)]
+    #[case::of_blocks_in_bf16(ComputeDType::F32, Some(ComputeDType::Bf16), BaseWeights::Q8_0, 2, 2)]
+    fn merged_adapters_take_a_copy_of_the_weights_that_they_extend(
+        #[case] compute_dtype: ComputeDType,
+        #[case] drawn_in: Option<ComputeDType>,
+        #[case] base_weights: BaseWeights,
+        #[case] of_map: usize,
+        #[case] of_others: usize,
+        #[values(7, 2)] maps: usize,
+    ) -> Result<()> {
+        let model = DecoderConfig {
+            hidden_size: 64,
+            intermediate_size: 64,
+            vocab_size: 100,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            ..DecoderConfig::default()
+        };
+        let mut adapters = LoraConfig::all_linear(8, 16.);
+        if maps == 2 {
+            adapters.target_modules = vec!["q_proj".to_owned(), "up_proj".to_owned()];
+        }
+        let mut config = TrainConfig {
+            adapters: Some(adapters),
+            base_weights,
+            compute_dtype,
+            ..TrainConfig::default()
+        };
+        let plain = MemoryPlan::new(&model, &config, 10, 0)?;
+        config.rollout.dtype = drawn_in;
+        config.rollout.merge_adapters = true;
+        let merged = MemoryPlan::new(&model, &config, 10, 0)?;
+        let map = 64 * 64;
+        let shapes = model.parameter_shapes();
+        let outer: usize = shapes.values().map(Shape::elem_count).sum::<usize>() - 7 * map;
+        // Other maps are shared if they are in blocks.
+        let other_maps = match base_weights {
+            BaseWeights::Dense => 7 - maps,
+            _ => 0,
+        };
+        let copies = maps * map * of_map + (outer + other_maps * map) * of_others;
+        assert_eq!(merged.weights - plain.weights, copies);
+        assert_eq!(merged.frozen, plain.frozen);
+        if !cuda_is_enabled() {
+            let size = DType::from(drawn_in.unwrap_or(compute_dtype)).size_in_bytes();
+            let dense = match base_weights {
+                BaseWeights::Dense => 7,
+                _ => maps,
+            };
+            assert_eq!(merged.packed, (dense * map + 100 * 64) * size);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_largest_weight_is_merged_in_f32() -> Result<()> {
+        let model = DecoderConfig {
+            hidden_size: 64,
+            intermediate_size: 4096,
+            vocab_size: 4,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 2,
+            ..DecoderConfig::default()
+        };
+        let mut config = TrainConfig {
+            prompts_per_step: 1,
+            num_generations: 2,
+            adapters: Some(LoraConfig::all_linear(8, 16.)),
+            compute_dtype: ComputeDType::Bf16,
+            ..TrainConfig::default()
+        };
+        config.rollout.merge_adapters = true;
+        let merged = config.merged_bytes(&model)?.map(|merged| merged.merging);
+        assert_eq!(merged, Some(64 * 4096 * (4 + 2)));
+        config.rollout.merge_adapters = false;
+        assert_eq!(config.merged_bytes(&model)?, None);
         Ok(())
     }
 }

@@ -244,9 +244,14 @@ impl<C: ModelConfig> Trainer<C> {
         let draws_itself = parts.generator.is_none();
         if let Some(generator) = parts.generator {
             collector = collector.with_generator(generator);
-        } else if let Some(dtype) = config.own_rollout_dtype() {
-            let generator = LocalGenerator::in_dtype(&models.weights(0), dtype)?;
-            let generator = generator.with_recorded_steps(true);
+        } else if config.rollout.merge_adapters || config.own_rollout_dtype().is_some() {
+            let (weights, dtype) = (models.weights(0), config.rollout_dtype());
+            let generator = if config.rollout.merge_adapters {
+                LocalGenerator::merged(&weights, dtype)
+            } else {
+                LocalGenerator::in_dtype(&weights, dtype)
+            };
+            let generator = generator?.with_recorded_steps(true);
             collector = collector.with_generator(Arc::new(generator));
         }
         if let Some(environments) = parts.environments {

@@ -385,6 +385,12 @@ impl TrainConfig {
             "adapter",
             "be auto or disk unless adapters train",
         )?;
+        check::check(
+            !self.rollout.merge_adapters || self.adapters.is_some(),
+            "rollout.merge_adapters",
+            true,
+            "be false unless adapters train",
+        )?;
         if let Some(dtype) = self.own_rollout_dtype() {
             let must = "be absent or compute_dtype, unless that is f32";
             let trained = self.compute_dtype == ComputeDType::F32;
@@ -629,6 +635,12 @@ impl TrainConfig {
                 "be absent with sharding: full, because a copy in another dtype is not divided";
             check::check(false, "rollout.dtype", Name(&dtype), must)?;
         }
+        check::check(
+            !self.rollout.merge_adapters,
+            "rollout.merge_adapters",
+            true,
+            "be false with sharding: full, because merged copies are not divided",
+        )?;
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
 use candle_grpo_nn::{
     ComputeCopies, ComputeDType, Decoder, DecoderConfig, Decoding, LanguageModel, Lora,
-    ModelConfig, PagedCache, Parameters, SequenceId,
+    MergedCopies, ModelConfig, PagedCache, Parameters, SequenceId,
 };
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -38,7 +38,8 @@ pub(crate) fn prefill_tokens(on_cuda: bool) -> usize {
 }
 
 /// Samples completions from a model that shares the policy's parameters: after an optimizer step,
-/// it samples from the new policy. [`Self::in_dtype`] and [`Self::detached`] sample from copies.
+/// it samples from the new policy. [`Self::in_dtype`], [`Self::detached`] and [`Self::merged`]
+/// sample from copies.
 ///
 /// The model is a decoder, or a custom one with the configuration `C`. For a custom model,
 /// [`LanguageModel::decoding`] computes the logits, and everything else is the same.
@@ -59,14 +60,21 @@ pub struct LocalGenerator<C: ModelConfig = DecoderConfig> {
     device: Device,
     /// The weight version.
     version: AtomicU64,
-    /// The copy of the trained weights, unless they are shared.
-    detached: Option<Parameters>,
-    /// Copies of the trained weights in the model's dtype, if that differs.
-    copies: ComputeCopies,
+    weights: Weights,
     /// True if steps on a GPU are recorded.
     records_steps: bool,
     /// The recorded steps of earlier calls.
     cache: Mutex<Option<PagedCache>>,
+}
+
+/// The relation of the model's weights to those of the policy.
+enum Weights {
+    /// They are the same, or copies in another dtype.
+    Shared(ComputeCopies),
+    /// A copy of those that train, and its copies in another dtype.
+    Detached(Parameters, ComputeCopies),
+    /// Copies in which the adapters are merged.
+    Merged(MergedCopies),
 }
 
 /// One call to [`Generator::generate`].
@@ -153,8 +161,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
             config,
             model,
             version: AtomicU64::new(0),
-            detached: None,
-            copies: ComputeCopies::default(),
+            weights: Weights::Shared(ComputeCopies::default()),
             records_steps: false,
             cache: Mutex::default(),
         }
@@ -170,7 +177,7 @@ impl<C: ModelConfig> LocalGenerator<C> {
         let (model, copies) = model_in(weights.model, weights.parameters, weights.adapters, dtype)?;
         Ok(Self {
             version: AtomicU64::new(weights.version),
-            copies,
+            weights: Weights::Shared(copies),
             ..Self::from_model(weights.model.clone(), model)
         })
     }
@@ -199,8 +206,31 @@ impl<C: ModelConfig> LocalGenerator<C> {
         };
         Ok(Self {
             version: AtomicU64::new(weights.version),
-            detached: Some(trained),
-            copies,
+            weights: Weights::Detached(trained, copies),
+            ..Self::from_model(weights.model.clone(), model)
+        })
+    }
+
+    /// Creates a generator that merges the adapters of `weights` into copies of the weights that
+    /// they extend, and computes in `dtype`. A token then takes one product per map, as without
+    /// adapters. It samples from the copies until [`Generator::weights_changed`] merges other
+    /// adapters into them, so the policy can train on another thread. The other parameters are
+    /// shared if they have this dtype.
+    ///
+    /// The merged weights are rounded, so on the CPU, too, log-probs differ from those in the
+    /// training pass. In bf16 and f16, rounding loses changes to a weight that are smaller than
+    /// half the distance between two numbers.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `weights` have no adapters, or not their model's shape.
+    pub fn merged(weights: &PolicyWeights<'_, C>, dtype: ComputeDType) -> Result<Self> {
+        let parameters = weights.parameters;
+        let (vb, copies) = adapters_of(weights)?.merged_var_builder(parameters, dtype.into())?;
+        let model = weights.model.build(vb)?;
+        Ok(Self {
+            version: AtomicU64::new(weights.version),
+            weights: Weights::Merged(copies),
             ..Self::from_model(weights.model.clone(), model)
         })
     }
@@ -348,22 +378,32 @@ impl<C: ModelConfig> Generator<C> for LocalGenerator<C> {
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_, C>, _: &dyn Progress) -> Result<()> {
-        if let Some(trained) = &self.detached {
-            let new = weights
-                .adapters
-                .map_or(weights.parameters, Lora::parameters);
-            let new = new.iter();
-            let new = new.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
-            trained.set_values(&new.collect())?;
+        match &self.weights {
+            Weights::Shared(copies) => copies.refresh()?,
+            Weights::Detached(trained, copies) => {
+                let new = weights
+                    .adapters
+                    .map_or(weights.parameters, Lora::parameters);
+                let new = new.iter();
+                let new = new.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
+                trained.set_values(&new.collect())?;
+                copies.refresh()?;
+            }
+            Weights::Merged(copies) => copies.refresh(adapters_of(weights)?, weights.parameters)?,
         }
-        self.copies.refresh()?;
         self.version.store(weights.version, Ordering::Release);
         Ok(())
     }
 
     fn shares_weights(&self) -> bool {
-        self.detached.is_none()
+        matches!(self.weights, Weights::Shared(_))
     }
+}
+
+/// Returns the adapters to merge.
+fn adapters_of<'a, C>(weights: &PolicyWeights<'a, C>) -> Result<&'a Lora> {
+    let adapters = weights.adapters;
+    adapters.context("adapters: absent, must be given, as they are merged into the weights")
 }
 
 impl Run<'_> {

@@ -1,28 +1,36 @@
 //! Trains adapters in place of all parameters.
 
+use std::sync::Arc;
+
 use rstest::rstest;
 
 use crate::common::{
-    self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
-    trainer, without_seconds,
+    self, END, digest, max_difference, model, parameters, pretrained, prompts, share_of_a,
+    tokenizer, trainer, without_seconds,
 };
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_grpo_core::advantage::AdvantageName;
+use candle_grpo_loss::correction::ImportanceWeight;
 use candle_grpo_loss::surrogate::Clip;
 use candle_grpo_loss::{
-    Aggregation, KlLoss, LogProbOptions, PolicyLoss, Recipe, Surrogate, linear_log_prob,
+    Aggregation, KlLoss, LogProbOptions, PolicyLoss, Recipe, RolloutCorrection, Surrogate,
+    linear_log_prob,
 };
-use candle_grpo_nn::optim::{GradientDType, MasterWeights};
+use candle_grpo_nn::optim::{GradientDType, MasterWeights, Sharding};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, Parameters,
 };
-use candle_grpo_test_support::{device, noise_tensor};
-use candle_grpo_train::learn::{MemoryPlan, ReferenceRefresh, TargetOutput, TargetPass, TargetRow};
+use candle_grpo_test_support::{device, noise_tensor, stay_on_cpu};
+use candle_grpo_train::learn::{
+    MemoryPlan, OldLogProbs, Reference, ReferenceRefresh, TargetOutput, TargetPass, TargetRow,
+};
 use candle_grpo_train::progress::NoProgress;
-use candle_grpo_train::rollout::{CompletionSeed, GenerationBatch, LocalGenerator, PromptRequest};
+use candle_grpo_train::rollout::{
+    CompletionSeed, Engine, GenerationBatch, LocalGenerator, PolicyWeights, PromptRequest,
+};
 use candle_grpo_train::{
-    Actor, Completion, ComputeDType, CriticConfig, NotFinite, Pretrained, Sample, SamplingConfig,
-    TokenBatch, TrainConfig, Trainer, TrainerParts,
+    Actor, Completion, ComputeDType, CriticConfig, Generator, NotFinite, Pretrained, Sample,
+    Sampler, SamplingConfig, TokenBatch, TrainConfig, Trainer, TrainerParts,
 };
 
 fn config() -> TrainConfig {
@@ -593,4 +601,246 @@ fn completions_of_several_policies_as_one_batch_equal_those_of_each() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("adapter: 3, must be below 3"), "{error}");
+}
+
+/// Adapters whose b is not zero.
+fn noisy_adapters(model: &DecoderConfig) -> Lora {
+    let lora = Lora::init(LoraConfig::all_linear(4, 8.), model, 3, device()).unwrap();
+    set_noise(&lora, 0.2);
+    lora
+}
+
+fn set_noise(lora: &Lora, size: f64) {
+    for (name, variable) in lora.parameters().iter() {
+        let noise = noise_tensor(variable.shape(), name.len() as u64, DType::F32, device());
+        variable.set(&(noise.unwrap() * size).unwrap()).unwrap();
+    }
+}
+
+/// Four completions for each of two prompts.
+fn completions(generator: &Arc<LocalGenerator>) -> Vec<(Vec<u32>, Completion)> {
+    let sampler = Sampler::from_generator(generator.clone(), 6, common::sampling()).unwrap();
+    let prompts = prompts(&["abc", "d"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let rollouts = sampler.sample(&prompts, 4, 0).unwrap();
+    let completion = |(at, rollout): (usize, candle_grpo_train::Rollout)| {
+        (prompts[at / 4].tokens.clone(), rollout.completion)
+    };
+    rollouts.into_iter().enumerate().map(completion).collect()
+}
+
+/// The largest difference between the log-probs of `completions` and those in a pass in f32 with
+/// the adapters apart.
+fn difference_from_policy(
+    base: &Parameters,
+    lora: &Lora,
+    completions: &[(Vec<u32>, Completion)],
+) -> f32 {
+    let dtype = ComputeDType::F32;
+    let policy = Reference::with_adapters(&model(), base, Some(lora), dtype).unwrap();
+    let differences = completions.iter().map(|(prompt, completion)| {
+        let pairs: [(&[u32], &[u32]); 1] = [(prompt, &completion.tokens)];
+        let batch = TokenBatch::new(&pairs, device()).unwrap();
+        let expected = policy.log_probs(&batch, 1.).unwrap();
+        let found = completion.log_probs.as_deref().unwrap();
+        let found = Tensor::new(found, device()).unwrap().unsqueeze(0).unwrap();
+        max_difference(&found, &expected)
+    });
+    differences.fold(0., f32::max)
+}
+
+#[rstest]
+#[case::f32(ComputeDType::F32, 1e-4)]
+#[case::bf16(ComputeDType::Bf16, 0.1)]
+#[case::f16(ComputeDType::F16, 0.02)]
+fn a_merged_sampler_has_the_policy_that_it_received(
+    #[case] dtype: ComputeDType,
+    #[case] tolerance: f32,
+) {
+    let (model, wide) = (model(), parameters());
+    let base = wide
+        .clone()
+        .frozen_as(&model, BaseWeights::Dense, dtype.into())
+        .unwrap();
+    let lora = noisy_adapters(&model);
+    let weights = |version| PolicyWeights {
+        version,
+        model: &model,
+        parameters: &base,
+        adapters: Some(&lora),
+    };
+    let merged = Arc::new(LocalGenerator::merged(&weights(7), dtype).unwrap());
+    assert!(!merged.shares_weights());
+    let before = completions(&merged);
+    let mut earlier = before.clone();
+    for version in [7, 8] {
+        let found = completions(&merged);
+        let versions = |c: &Completion| c.weight_versions.iter().all(|&v| v == version);
+        assert!(found.iter().all(|(_, c)| versions(c)));
+        let difference = difference_from_policy(&wide, &lora, &found);
+        assert!(difference < tolerance, "{difference}");
+        if dtype == ComputeDType::F32 {
+            let apart = LocalGenerator::in_dtype(&weights(version), dtype).unwrap();
+            let apart = completions(&Arc::new(apart));
+            for ((_, merged), (_, apart)) in found.iter().zip(&apart) {
+                assert_eq!(merged.tokens, apart.tokens);
+            }
+        }
+        // An update. The sampler keeps its copies until it receives the new weights.
+        earlier = found;
+        set_noise(&lora, -0.3);
+        assert_eq!(completions(&merged), earlier);
+        let received = merged.weights_changed(&weights(8), &NoProgress);
+        received.unwrap();
+    }
+    assert_ne!(before, earlier);
+}
+
+#[test]
+fn a_sampler_without_adapters_to_merge_is_refused() {
+    let (model, parameters) = (model(), parameters());
+    let lora = noisy_adapters(&model);
+    let weights = |adapters| PolicyWeights {
+        version: 0,
+        model: &model,
+        parameters: &parameters,
+        adapters,
+    };
+    let dtype = ComputeDType::F32;
+    let expected = "adapters: absent, must be given, as they are merged into the weights";
+    let error = LocalGenerator::merged(&weights(None), dtype).err().unwrap();
+    assert_eq!(error.to_string(), expected);
+    let merged = LocalGenerator::merged(&weights(Some(&lora)), dtype).unwrap();
+    let error = merged.weights_changed(&weights(None), &NoProgress);
+    assert_eq!(error.unwrap_err().to_string(), expected);
+
+    // A joined decoder has the weights of the base once.
+    let apart = LocalGenerator::in_dtype(&weights(Some(&lora)), dtype).unwrap();
+    let error = Decoder::joined(&[apart.model(), merged.model()]).unwrap_err();
+    let words = "q_proj.weight: another tensor, must be that of the first decoder";
+    assert!(error.to_string().contains(words), "{error}");
+}
+
+fn merging(mut config: TrainConfig) -> TrainConfig {
+    config.rollout.merge_adapters = true;
+    config
+}
+
+/// A loss that may train on older weights, for a run without rewards that decide a draw.
+fn corrected() -> TrainConfig {
+    let mut config = config();
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    config
+}
+
+/// Steps sample from merged adapters of the weights that they would otherwise have: metrics are the
+/// same up to rounding, but not bit-identical.
+#[rstest]
+#[case::in_turn(|_: &mut TrainConfig| ())]
+#[case::ahead(|config: &mut TrainConfig| config.rollout.max_staleness = 1)]
+#[case::in_flight(|config: &mut TrainConfig| {
+    config.rollout.max_staleness = 1;
+    config.rollout.in_flight_updates = true;
+})]
+#[case::partial(|config: &mut TrainConfig| config.rollout.partial = true)]
+#[case::sampler_log_probs(|config: &mut TrainConfig| {
+    config.recipe.policy_loss.rollout_correction = None;
+    config.old_log_probs = OldLogProbs::Sampler;
+})]
+#[case::blocks(|config: &mut TrainConfig| config.base_weights = BaseWeights::Q8_0)]
+fn steps_with_merged_adapters_are_those_with_adapters_apart(#[case] set: fn(&mut TrainConfig)) {
+    stay_on_cpu();
+    let mut config = corrected();
+    set(&mut config);
+    let model = DecoderConfig {
+        hidden_size: 32,
+        intermediate_size: 64,
+        ..model()
+    };
+    let steps = |config: TrainConfig| {
+        let parameters = common::parameters_of(&model, device());
+        let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+        let parts = TrainerParts::new(
+            model.clone(),
+            parameters,
+            tokenizer(),
+            prompts,
+            digest,
+            config,
+        );
+        common::run(&mut common::trainer_of(parts), 4)
+    };
+    let (apart, merged) = (steps(config.clone()), steps(merging(config)));
+    assert!(merged.iter().all(|step| !step.skipped));
+    common::assert_records_close(&merged, &apart);
+    assert_ne!(merged, apart);
+}
+
+/// Evaluations sample from the merged adapters of each step.
+#[rstest]
+#[case::in_the_training_dtype(None)]
+#[case::in_another_dtype(Some(ComputeDType::Bf16))]
+fn the_sampler_of_a_trainer_has_merged_adapters(#[case] dtype: Option<ComputeDType>) {
+    let mut config = merging(config());
+    config.rollout.dtype = dtype;
+    let mut trainer = trainer(digest, config);
+    let log_probs = |sampler: &Sampler| {
+        let rollouts = sampler.sample(&[&prompts(&["abc"])[0]], 4, 0).unwrap();
+        let log_probs = rollouts.into_iter().map(|r| r.completion.log_probs);
+        log_probs.collect::<Vec<_>>()
+    };
+    let mut earlier = Vec::new();
+    for _ in 0..2 {
+        trainer.step().unwrap();
+        let drawn = log_probs(&trainer.sampler(common::sampling()).unwrap());
+        assert_ne!(drawn, earlier);
+        let weights = PolicyWeights {
+            version: 0,
+            model: trainer.actor().model(),
+            parameters: trainer.actor().parameters(),
+            adapters: trainer.actor().adapters(),
+        };
+        let expected = LocalGenerator::merged(&weights, dtype.unwrap_or_default()).unwrap();
+        let expected = Sampler::from_generator(Arc::new(expected), 6, common::sampling());
+        assert_eq!(drawn, log_probs(&expected.unwrap()));
+        earlier = drawn;
+    }
+}
+
+#[rstest]
+#[case::all(Sharding::None)]
+#[case::divided(Sharding::Resident)]
+fn ranks_merge_the_same_adapters(#[case] sharding: Sharding) {
+    stay_on_cpu();
+    let config = TrainConfig {
+        sharding,
+        ..merging(config())
+    };
+    common::assert_ranks_agree(&[2, 3], || common::parts(digest, config.clone()), 3);
+}
+
+#[rstest]
+#[case::no_adapters(
+    |config: &mut TrainConfig| config.adapters = None,
+    "rollout.merge_adapters: true, must be false unless adapters train"
+)]
+#[case::a_server(
+    |config: &mut TrainConfig| config.rollout.engine = Engine::Vllm,
+    "rollout.merge_adapters: true, must be false with engine vllm, which does not sample in this process"
+)]
+#[case::divided_weights(
+    |config: &mut TrainConfig| config.sharding = Sharding::Full,
+    "rollout.merge_adapters: true, must be false with sharding: full, because merged copies are not divided"
+)]
+fn adapters_that_cannot_be_merged_are_refused(
+    #[case] set: fn(&mut TrainConfig),
+    #[case] expected: &str,
+) {
+    let mut config = merging(config());
+    config.validate().unwrap();
+    set(&mut config);
+    assert_eq!(config.validate().unwrap_err().to_string(), expected);
 }

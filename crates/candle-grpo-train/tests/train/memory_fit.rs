@@ -136,6 +136,30 @@ fn the_fewest_layers_are_recomputed() {
     assert_eq!(change.unwrap(), ["activation_checkpointing: 2"]);
 }
 
+/// Copies with merged adapters are for speed alone.
+#[rstest]
+#[case::one_change(None, &["rollout.merge_adapters: false"])]
+#[case::several(Some(2), &["activation_checkpointing: true", "micro_batch_tokens: 320", "rollout.merge_adapters: false"])]
+fn adapters_are_no_longer_merged(#[case] layers: Option<usize>, #[case] expected: &[&str]) {
+    let mut merged = TrainConfig {
+        adapters: Some(LoraConfig::all_linear(8, 16.)),
+        ..config()
+    };
+    let mut fitting = TrainConfig {
+        micro_batch_tokens: Some(320.into()),
+        ..merged.clone()
+    };
+    if layers.is_some() {
+        fitting.activation_checkpointing = true.into();
+    } else {
+        merged.micro_batch_tokens = Some(MicroBatchTokens::Auto(Auto::Auto));
+    }
+    merged.rollout.merge_adapters = true;
+    let bytes = plan(&fitting).unwrap().peak();
+    let change = fit(bytes, |fit| fit.smallest_change(&merged));
+    assert_eq!(change.unwrap(), expected);
+}
+
 /// Where the peak is that of sampling, a smaller cache helps.
 #[test]
 fn a_cache_that_fits_is_chosen() {

@@ -9,16 +9,17 @@ use crate::common::{
 use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_grpo_kernels::KeyValuePages;
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{Decoder, DecoderConfig, ModelType, Parameters};
+use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, ModelType, Parameters};
 use candle_grpo_test_support::{
-    CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, stay_on_cpu,
+    CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, noise_tensor, stay_on_cpu,
     with_failing_allocations, with_failing_calls,
 };
 use candle_grpo_train::learn::rollout_log_probs;
-use candle_grpo_train::rollout::LocalGenerator;
+use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::rollout::{LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
-    Actor, ActorConfig, FinishReason, Progress, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch, cuda_memory,
+    Actor, ActorConfig, ComputeDType, FinishReason, Generator, Progress, Prompt, Rollout, Sampler,
+    SamplingConfig, TokenBatch, cuda_memory,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -335,6 +336,39 @@ fn a_token_of_a_batch_keeps_its_budget_of_driver_calls() {
     assert!(token.copies_to_device <= 3, "{token:?}");
     assert_eq!(token.copies_to_host, 1, "{token:?}");
     assert_eq!((token.events, token.memsets), (0, 0), "{token:?}");
+}
+
+/// A recorded step reads the copies at their addresses.
+#[test]
+fn recorded_steps_have_the_adapters_that_are_merged_later() {
+    let (model, parameters) = (model(), parameters_of(&model(), device()));
+    let adapters = Lora::init(LoraConfig::all_linear(2, 4.), &model, 3, device()).unwrap();
+    let weights = PolicyWeights {
+        version: 0,
+        model: &model,
+        parameters: &parameters,
+        adapters: Some(&adapters),
+    };
+    let merged = || LocalGenerator::merged(&weights, ComputeDType::F32).unwrap();
+    let sample = |generator: &Arc<LocalGenerator>| {
+        let generator = Arc::clone(generator) as _;
+        let sampler = Sampler::from_generator(generator, model.vocab_size, sampling()).unwrap();
+        sampler.sample(&all(&prompts(&["abc", "d"])), 4, 0).unwrap()
+    };
+    let recorded = Arc::new(merged().with_recorded_steps(true));
+    let mut earlier = sample(&recorded);
+    for seed in 0..2 {
+        for (_, matrix) in adapters.parameters().iter() {
+            let noise = noise_tensor(matrix.shape(), seed, DType::F32, device()).unwrap();
+            matrix.set(&(noise * 0.5).unwrap()).unwrap();
+        }
+        assert_eq!(sample(&recorded), earlier);
+        recorded.weights_changed(&weights, &NoProgress).unwrap();
+        let now = sample(&recorded);
+        assert_ne!(now, earlier);
+        assert_eq!(now, sample(&Arc::new(merged())));
+        earlier = now;
+    }
 }
 
 #[test]

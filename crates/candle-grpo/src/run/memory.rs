@@ -83,7 +83,8 @@ impl<'a> RunMemory<'a> {
                 plan.with_evaluation(self.model, train, draws)?
             }
         };
-        self.process.added_to(plan, train.stored_form())
+        let merges = train.rollout.merge_adapters;
+        self.process.added_to(plan, train.stored_form(), merges)
     }
 
     /// Returns the plans of what the ranks of the job can divide, with the settings `train`. If the
@@ -214,7 +215,7 @@ pub fn sft_memory_plans(
     let longest = dataset.train.longest_kept();
     let plan = |sft: &SftConfig| {
         let plan = MemoryPlan::supervised(model, sft, longest, process.ranks)?;
-        process.added_to(plan, run.stored_form())
+        process.added_to(plan, run.stored_form(), false)
     };
     let plans = process.plans_of_ranks(|sharding| {
         let sft = SftConfig {
@@ -315,16 +316,20 @@ impl ThisProcess {
         plans.filter_map(Result::transpose).collect()
     }
 
-    /// Adds the program itself to a plan. GGUF blocks count as they are stored.
+    /// Adds the program itself to a plan. GGUF blocks count as they are stored, unless completions
+    /// are drawn from `merged` copies.
     fn added_to(
         &self,
         mut plan: MemoryPlan,
         (base, dtype): (BaseWeights, ComputeDType),
+        merged: bool,
     ) -> Result<MemoryPlan> {
         if let (BaseWeights::Stored, Some(gguf)) = (base, &self.gguf) {
             plan.frozen = gguf.frozen_bytes(base, dtype.into())?;
-            // Blocks are not packed, and a copy of another weight has the size of the weight.
-            plan.packed = plan.packed.min(plan.frozen);
+            if !merged {
+                // Blocks are not packed, and a copy of another weight has the size of the weight.
+                plan.packed = plan.packed.min(plan.frozen);
+            }
         }
         // The memory of the plan is that of a GPU, if there is one.
         Ok(if cuda_is_enabled() {
