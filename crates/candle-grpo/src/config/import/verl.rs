@@ -500,5 +500,9 @@ fn adapters(file: &mut Translation<'_>) {
         if file.get(&excluded).is_some() {
             file.refuse(&excluded, "set target_modules");
         }
+        let merge = key("lora.merge");
+        if let Some(value) = file.get(&merge) {
+            file.used(&merge, "rollout.merge_adapters", value);
+        }
     }
 }

@@ -458,6 +458,20 @@ fn the_activations_of_verl_are_checkpointed_to_be_offloaded() {
     }
 }
 
+#[rstest]
+#[case::absent("lora_rank: 8", false)]
+#[case::apart("lora_rank: 8, lora: {merge: false}", false)]
+#[case::merged("lora_rank: 8, lora: {merge: true}", true)]
+#[case::no_adapters("lora_rank: 0, lora: {merge: true}", false)]
+fn the_sampler_merges_the_adapters_that_verl_merges(#[case] model: &str, #[case] merged: bool) {
+    let text = VERL.replace("ESTIMATOR", "grpo");
+    let import = import(&text.replace("{path: m}", &format!("{{path: m, {model}}}")));
+    assert_eq!(refused(&import), Vec::<&str>::new());
+    let train = run(&import).train;
+    assert_eq!(train.rollout.merge_adapters, merged);
+    assert_eq!(train.adapters.is_some(), !model.contains("lora_rank: 0"));
+}
+
 /// CISPO clips a weight, whose bounds are ratios.
 #[test]
 fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
