@@ -402,16 +402,6 @@ template <typename T> __device__ __forceinline__ float add_dot(const T *pack, co
     return sum;
 }
 
-// Reductions over the four lanes with parts of the same rows.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
 // log2 of the largest weight of the forward pass, before it is divided by the sum.
 constexpr float SLACK = 8.0f;
 

@@ -199,3 +199,13 @@ template <typename T, int count> __device__ __forceinline__ FragmentA as_a(const
     if constexpr (sizeof(T) == 4) return a_of_f32(c, k);
     else return a_of<T>(c, 2 * k);
 }
+
+// Reductions over the four lanes with parts of the same rows of c.
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
