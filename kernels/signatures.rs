@@ -134,52 +134,68 @@ kernels! {
         paged_write(query: In<Self>, query_weight: In<Self>, key: In<Self>, key_weight: In<Self>, value: In<Self>, cos: In<f32>,
             sin: In<f32>, slots: In<u32>, rotated: Out<Self>, keys: Out<Self>, values: Out<Self>, n: u32, heads: u32,
             kv_heads: u32, head_dim: i32, epsilon: f32);
-        paged_attention_64_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_64_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_64_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_128_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_128_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_128_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_256_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_256_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
-            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
-        paged_attention_merge(partial: In<f32>, y: Out<Self>, heads_in_all: u64, parts: i32, head_dim: i32);
+        paged_attention_64_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_64_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_64_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_128_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_128_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_128_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_256_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_256_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32);
+        paged_attention_merge(partial: In<f32>, rows: In<u32>, shared: In<u32>, y: Out<Self>, n: u32, heads: u32, parts: u32,
+            head_dim: i32);
+        shared_paged_attention_64(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, members: In<u32>, starts: In<u32>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32,
+            group: u32, parts: u32, head_dim: i32, scale: f32);
+        shared_paged_attention_128(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            shared: In<u32>, members: In<u32>, starts: In<u32>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32,
+            group: u32, parts: u32, head_dim: i32, scale: f32);
         scored_paged_attention_64_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_64_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_64_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_128_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_128_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_128_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_256_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_256_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
         scored_paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
-            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
-            window: u32, cap: f32);
+            shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
+            head_dim: i32, scale: f32, window: u32, cap: f32);
     }
     rms_norm {
         rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);

@@ -305,6 +305,126 @@ proptest! {
     }
 }
 
+/// Returns the spans of rows that share the pages of prompts, and the number of pages. Each prompt
+/// has a number of rows and of pages; the last page of prompt i has 16 - i positions. The rows take
+/// turns. Each has one or two pages of its own.
+fn spans_of_prompts(prompts: &[[usize; 2]]) -> (Vec<Vec<PageSpan>>, usize) {
+    let mut pages = 0;
+    let mut take = |len| {
+        pages += 1;
+        PageSpan {
+            page: pages - 1,
+            len,
+        }
+    };
+    let of_prompts = prompts.iter().enumerate().map(|(i, [_, count])| {
+        let len = |at| if at + 1 == *count { PAGE - i } else { PAGE };
+        (0..*count).map(|at| take(len(at))).collect()
+    });
+    let of_prompts: Vec<Vec<PageSpan>> = of_prompts.collect();
+    let mut rows = Vec::new();
+    for turn in 0..prompts.iter().map(|[rows, _]| *rows).max().unwrap_or(0) {
+        for (spans, [count, _]) in of_prompts.iter().zip(prompts) {
+            if turn < *count {
+                let own = [take(PAGE), take(1 + turn % PAGE)];
+                rows.push([&spans[..], &own[turn % 2..]].concat());
+            }
+        }
+    }
+    (rows, pages)
+}
+
+/// On CUDA, one block reads the pages of a prompt for all rows that share them, if the kernel can
+/// and enough reads are saved. `kernel` is its head width, or 0 if it must not run.
+#[rstest]
+#[case::eight_rows(&[[8, 40]], [2, 2, 64], DType::BF16, None, 64)]
+#[case::three_prompts(&[[8, 12], [5, 9], [17, 20]], [1, 3, 128], DType::BF16, None, 128)]
+#[case::more_rows_than_a_unit(&[[40, 8]], [1, 1, 80], DType::F16, None, 128)]
+#[case::all_heads_of_a_chunk(&[[17, 17], [3, 1]], [1, 7, 96], DType::F16, None, 128)]
+#[case::large_group(&[[9, 35]], [2, 16, 64], DType::BF16, None, 64)]
+#[case::in_f32(&[[16, 18], [2, 200]], [1, 5, 40], DType::F32, None, 64)]
+#[case::wide_in_f32(&[[13, 33]], [2, 4, 128], DType::F32, None, 128)]
+#[case::few_savings(&[[16, 17]], [1, 2, 64], DType::BF16, None, 0)]
+#[case::single_rows(&[[1, 300], [1, 300]], [1, 2, 64], DType::BF16, None, 0)]
+#[case::a_window(&[[20, 18]], [1, 2, 64], DType::BF16, Some(100), 0)]
+#[case::odd_heads(&[[20, 18]], [1, 2, 68], DType::BF16, None, 0)]
+#[case::wide_heads(&[[20, 18]], [1, 2, 136], DType::BF16, None, 0)]
+fn rows_of_one_prompt_equal_rows_alone(
+    #[case] prompts: &[[usize; 2]],
+    #[case] heads: [usize; 3],
+    #[case] dtype: DType,
+    #[case] window: Option<usize>,
+    #[case] kernel: usize,
+) -> Result<()> {
+    let device = device();
+    let [kv_heads, group, head_dim] = heads;
+    let (spans, count) = spans_of_prompts(prompts);
+    let rows: Vec<PagedRow> = spans
+        .iter()
+        .map(|spans| PagedRow {
+            spans,
+            visible: spans.iter().map(|span| span.len).sum(),
+        })
+        .collect();
+    let width = kv_heads * head_dim;
+    let pages = KeyValuePages::new(count, kv_heads, head_dim, dtype, device)?;
+    let write = |slots: &[PageSlot], x: &Tensor| {
+        let batch = PagedBatch::new(slots, &[], device)?;
+        pages.write(x, &x.affine(2.0, 0.5)?, &batch)
+    };
+    for page in 0..count {
+        // NaN in positions that no row sees must not have an effect.
+        let slots: Vec<PageSlot> = (0..PAGE)
+            .map(|position| PageSlot { page, position })
+            .collect();
+        let len = spans.iter().flatten().find(|span| span.page == page);
+        let len = len.map_or(0, |span| span.len);
+        let x = noisy(&[PAGE, width], page as u64, dtype)?.to_device(device)?;
+        write(&slots, &(x.ones_like()? * f64::NAN)?)?;
+        if len > 0 {
+            write(&slots[..len], &x.narrow(0, 0, len)?)?;
+        }
+    }
+    let query = noisy(&[rows.len(), group * width], 7, dtype)?.to_device(device)?;
+    let scale = 0.7 / (head_dim as f64).sqrt();
+    let scores = Scores {
+        scale,
+        window,
+        cap: None,
+    };
+    let suffix = match dtype {
+        DType::F32 => "f32",
+        DType::BF16 => "bf16",
+        _ => "f16",
+    };
+    let launches = || {
+        let of_width =
+            |width| CudaCalls::launches_of(&format!("shared_paged_attention_{width}_{suffix}"));
+        of_width(64).zip(of_width(128))
+    };
+    let before = launches();
+    let batch = PagedBatch::new(&[], &rows, device)?;
+    let together = paged_attention(&query, &pages, &batch, scores)?;
+    if let Some((before, now)) = before.zip(launches()) {
+        let expected = (u64::from(kernel == 64), u64::from(kernel == 128));
+        assert_eq!((now.0 - before.0, now.1 - before.1), expected);
+    }
+    let composed = composed::paged_attention(&query, &pages, &batch, scores)?;
+    assert_close(
+        &numbers(&together)?,
+        &numbers(&composed)?,
+        4.0 * rounding(dtype),
+    );
+    for (index, row) in rows.iter().enumerate() {
+        let batch = [*row];
+        let batch = PagedBatch::new(&[], &batch, device)?;
+        let alone = paged_attention(&query.narrow(0, index, 1)?, &pages, &batch, scores)?;
+        let together = together.narrow(0, index, 1)?;
+        assert_close(&numbers(&together)?, &numbers(&alone)?, rounding(dtype));
+    }
+    Ok(())
+}
+
 #[test]
 fn growing_keeps_the_content_of_pages() -> Result<()> {
     for device in devices() {

@@ -295,6 +295,70 @@ fn recorded_steps_equal_others(
     Ok(())
 }
 
+/// Completions of two prompts read the pages of their prompt together, while there are enough of
+/// them.
+#[rstest]
+fn steps_of_a_group_equal_those_of_single_sequences(
+    #[values((DType::F32, 1e-4), (DType::BF16, 0.3))] precision: (DType, f64),
+) -> Result<()> {
+    if device().is_cpu() {
+        return Ok(());
+    }
+    let (dtype, tolerance) = precision;
+    let config = DecoderConfig {
+        head_dim: Some(8),
+        max_position_embeddings: 300,
+        ..config(true)
+    };
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder().to_dtype(dtype))?;
+    let not_recorded = || PagedCache::new(&config, dtype, device());
+    let mut caches = [cache(&config, dtype)?, not_recorded()?, not_recorded()?];
+    // 15 pages and a part.
+    let prompts = [2, 3].map(|i| (0..250).map(|at| (at * i) % 13).collect::<Vec<u32>>());
+    let mut forks = Vec::new();
+    for cache in &mut caches {
+        let [a, b] = [cache.add(), cache.add()];
+        decoder.next_logits(&[(a, &prompts[0]), (b, &prompts[1])], cache)?;
+        let ids = (0..24).map(|i| cache.fork([a, b][i % 2]));
+        forks.push(ids.collect::<Result<Vec<_>>>()?);
+    }
+    let launches = || {
+        let kernel = if dtype == DType::F32 {
+            "64_f32"
+        } else {
+            "64_bf16"
+        };
+        CudaCalls::launches_of(&format!("shared_paged_attention_{kernel}"))
+    };
+    let before = launches();
+    // A recorded step repeats, and completions end.
+    for (step, batch) in [24, 24, 24, 20, 20, 20, 6].into_iter().enumerate() {
+        let tokens: Vec<[u32; 1]> = (0..batch).map(|i| [(5 * i + step as u32) % 13]).collect();
+        let new = |ids: &[SequenceId]| -> Vec<_> { ids.iter().copied().zip(&tokens).collect() };
+        let [recorded, direct] = [0, 1].map(|i| {
+            let new = new(&forks[i]);
+            let new: Vec<_> = new.iter().map(|(id, token)| (*id, &token[..])).collect();
+            decoder.next_logits(&new, &mut caches[i])
+        });
+        let alone = new(&forks[2])
+            .into_iter()
+            .map(|(id, token)| decoder.next_logits(&[(id, &token[..])], &mut caches[2]));
+        let alone = Tensor::cat(&alone.collect::<Result<Vec<_>>>()?, 0)?;
+        let (recorded, direct) = (recorded?, direct?);
+        let difference = max_difference(&recorded, &direct)?;
+        assert!(difference < 1e-5, "step {step}: {difference}");
+        let difference = max_difference(&direct, &alone)?;
+        assert!(difference < tolerance, "step {step}: {difference}");
+    }
+    if let Some((before, now)) = before.zip(launches()) {
+        // In each layer, six steps, and two sizes that a recording has run once directly and once
+        // to record.
+        assert_eq!(now - before, 10 * config.num_hidden_layers as u64);
+    }
+    Ok(())
+}
+
 /// Two mixtures of five experts, with sizes that do not fill the kernels' fragments.
 fn mixture(norm_topk_prob: bool) -> DecoderConfig {
     DecoderConfig {

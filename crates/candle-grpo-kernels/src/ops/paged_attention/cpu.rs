@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow};
+use super::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, groups};
 use crate::Scores;
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
@@ -101,28 +101,6 @@ pub(crate) fn forward<T: Element>(
             })
         })
     })
-}
-
-/// Groups up to `most` neighboring rows, and returns how many spans each group shares. Groups with
-/// several rows share at least one. A row that shares less than half as much as the rows before it
-/// starts a new group.
-fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
-    let mut groups: Vec<(Range<usize>, usize)> = Vec::new();
-    for (index, row) in rows.iter().enumerate() {
-        if let Some((group, shared)) = groups.last_mut()
-            && group.len() < most
-        {
-            let first = rows[group.start].spans[..*shared].iter();
-            let same = first.zip(row.spans).take_while(|(a, b)| a == b).count();
-            if same > 0 && (group.len() == 1 || 2 * same >= *shared) {
-                group.end = index + 1;
-                *shared = same;
-                continue;
-            }
-        }
-        groups.push((index..index + 1, row.spans.len()));
-    }
-    groups
 }
 
 /// Writes `rows` `[N, kv_heads * head_dim]` to slots in `pages`. A head in a page has layout

@@ -1,10 +1,11 @@
 //! The CUDA path of [`paged_attention`](crate::paged_attention()) and of page writes.
 
+use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
-use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
+use super::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow, groups};
+use crate::cpu::with_element;
 use crate::cuda::in_place::write as write_in_place;
 use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
@@ -13,8 +14,16 @@ use crate::{HeadTransform, Scores, cuda_memory};
 /// Maximum head width.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// Spans per sequence part, as in the kernel.
+/// Maximum head width for units.
+const MAX_UNIT_HEAD_DIM: usize = 128;
+
+/// Spans per part of a row or a unit, as in the kernel.
 const PART: usize = 16;
+/// Maximum rows in a unit.
+const UNIT_ROWS: usize = 32;
+/// Fewest span reads that units must save. With eight key heads of 128 elements in bf16, these are
+/// 16 MiB per layer, which take 4 microseconds at 4.3 TB/s. Units take up to two more launches.
+const LEAST_SAVED: usize = 256;
 /// Threads per attention block.
 const THREADS: u32 = 128;
 /// Heads per block in the other kernels, a warp each.
@@ -31,6 +40,19 @@ pub(crate) struct Tables {
     spans: Tensor,
     /// Number of parts per row, at least that of the longest.
     parts: usize,
+    units: Option<UnitTables>,
+}
+
+/// Tables of rows that begin with the same spans.
+#[derive(Debug)]
+struct UnitTables {
+    /// `[rows]`: the number of spans that each row's unit reads.
+    shared: Tensor,
+    /// `[rows]`: the rows in units, unit by unit.
+    members: Tensor,
+    /// `[units + 1]`: each unit's first member, then the end.
+    starts: Tensor,
+    size: UnitSize,
 }
 
 /// The numbers in [`Tables`].
@@ -41,6 +63,48 @@ struct Numbers {
     firsts: Vec<u32>,
     /// The largest number of spans in a row.
     longest: usize,
+    units: Vec<Unit>,
+}
+
+/// Rows that begin with the same visible spans. One block reads these for all rows.
+#[derive(Debug, PartialEq)]
+struct Unit {
+    rows: Vec<usize>,
+    spans: usize,
+}
+
+impl Unit {
+    /// Returns the units of these rows. None if they save few reads.
+    fn all(rows: &[PagedRow]) -> Vec<Self> {
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by_key(|row| rows[*row].spans.first().map(|span| span.page));
+        let sorted: Vec<PagedRow> = order.iter().map(|row| rows[*row]).collect();
+        let mut units = Vec::new();
+        for (range, same) in groups(&sorted, UNIT_ROWS) {
+            let of_unit = &sorted[range.clone()];
+            let visible = of_unit.iter().map(|row| row.visible).min().unwrap_or(0);
+            let mut end = 0;
+            let spans = of_unit[0].spans[..same].iter().filter(|span| span.len > 0);
+            let spans = spans.take_while(|span| {
+                end += span.len;
+                end <= visible
+            });
+            units.push(Self {
+                spans: spans.count(),
+                rows: order[range].to_vec(),
+            });
+        }
+        units.retain(|unit| unit.saved() > 0);
+        if units.iter().map(Self::saved).sum::<usize>() < LEAST_SAVED {
+            units.clear();
+        }
+        units
+    }
+
+    /// The number of span reads that it saves.
+    fn saved(&self) -> usize {
+        (self.rows.len() - 1) * self.spans
+    }
 }
 
 impl Numbers {
@@ -79,18 +143,73 @@ impl Numbers {
             pages,
             firsts,
             longest,
+            units: Unit::all(rows),
         })
     }
 
-    fn parts(&self) -> usize {
-        self.longest.div_ceil(PART)
+    /// By row, the number of spans that its unit reads.
+    fn shared(&self) -> Vec<usize> {
+        let mut shared = vec![0; self.rows.len() / 3];
+        for unit in &self.units {
+            for row in &unit.rows {
+                shared[*row] = unit.spans;
+            }
+        }
+        shared
     }
 
-    /// All numbers, with zeros after the spans up to `spans` entries.
-    fn concat(mut self, spans: usize) -> Vec<u32> {
-        self.pages.resize(spans, 0);
-        self.firsts.resize(spans, 0);
-        [self.slots, self.rows, self.pages, self.firsts].concat()
+    /// By row, the number of spans that it reads alone.
+    fn own(&self) -> impl Iterator<Item = usize> {
+        let (begins, ends) = self.rows.split_at(self.rows.len() / 3);
+        let spans = begins.iter().zip(ends).map(|(begin, end)| end - begin);
+        let shared = self.shared().into_iter();
+        spans.zip(shared).map(|(all, shared)| all as usize - shared)
+    }
+
+    fn size(&self) -> StepSize {
+        let most_parts = |spans: Option<usize>| spans.unwrap_or(0).div_ceil(PART).max(1);
+        let size = || UnitSize {
+            units: self.units.len(),
+            rows: self
+                .units
+                .iter()
+                .map(|unit| unit.rows.len())
+                .max()
+                .unwrap_or(0),
+            own_parts: most_parts(self.own().max()),
+            shared_parts: most_parts(self.units.iter().map(|unit| unit.spans).max()),
+        };
+        StepSize {
+            rows: self.rows.len() / 3,
+            spans: self.pages.len(),
+            parts: self.longest.div_ceil(PART),
+            units: (!self.units.is_empty()).then(size),
+        }
+    }
+
+    /// All numbers in tables of this size. The rest is padding.
+    fn concat(mut self, size: StepSize) -> Result<Vec<u32>> {
+        let mut of_units = Vec::new();
+        if let Some(UnitSize { units, .. }) = size.units {
+            for spans in self.shared() {
+                of_units.push(number(spans)?);
+            }
+            let (mut members, mut starts) = (Vec::new(), vec![0]);
+            for unit in &self.units {
+                for row in &unit.rows {
+                    members.push(number(*row)?);
+                }
+                starts.push(number(members.len())?);
+            }
+            // Units of the padding have no rows.
+            starts.resize(units + 1, number(members.len())?);
+            members.resize(size.rows, 0);
+            of_units.extend(members);
+            of_units.extend(starts);
+        }
+        self.pages.resize(size.spans, 0);
+        self.firsts.resize(size.spans, 0);
+        Ok([self.slots, self.rows, self.pages, self.firsts, of_units].concat())
     }
 }
 
@@ -98,34 +217,84 @@ impl Tables {
     /// Copies all tables to the device at once.
     pub(crate) fn new(slots: &[PageSlot], rows: &[PagedRow], device: &Device) -> Result<Self> {
         let numbers = Numbers::new(slots, rows)?;
-        let (parts, spans) = (numbers.parts(), numbers.pages.len());
-        let all = numbers.concat(spans);
+        let size = numbers.size();
+        let all = numbers.concat(size)?;
         let all = if all.is_empty() {
             Tensor::zeros(0, DType::U32, device)?
         } else {
             Tensor::new(all, device)?
         };
-        Self::of(&all, slots.len(), rows.len(), spans, parts)
+        Self::of(&all, slots.len(), size)
     }
 
     /// Splits `all` into its parts.
-    fn of(all: &Tensor, slots: usize, rows: usize, spans: usize, parts: usize) -> Result<Self> {
+    fn of(all: &Tensor, slots: usize, size: StepSize) -> Result<Self> {
+        let mut from = 0;
+        let mut next = |len| {
+            let table = all.narrow(0, from, len);
+            from += len;
+            table
+        };
         Ok(Self {
-            slots: all.narrow(0, 0, slots)?,
-            rows: all.narrow(0, slots, 3 * rows)?,
-            spans: all.narrow(0, slots + 3 * rows, 2 * spans)?,
-            parts,
+            slots: next(slots)?,
+            rows: next(3 * size.rows)?,
+            spans: next(2 * size.spans)?,
+            parts: size.parts,
+            units: match size.units {
+                None => None,
+                Some(units) => Some(UnitTables {
+                    shared: next(size.rows)?,
+                    members: next(size.rows)?,
+                    starts: next(units.units + 1)?,
+                    size: units,
+                }),
+            },
         })
     }
 }
 
-/// Size of a decoding step: its rows, one per sequence, and, rounded up, the spans and parts in its
-/// tables.
+/// Size of a decoding step: its rows, one per sequence, and, rounded up, the sizes of its tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StepSize {
     rows: usize,
     spans: usize,
     parts: usize,
+    units: Option<UnitSize>,
+}
+
+/// The number of units, and at least the largest number of rows in a unit, of parts that a row
+/// reads alone, and of parts that a unit reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct UnitSize {
+    units: usize,
+    rows: usize,
+    own_parts: usize,
+    shared_parts: usize,
+}
+
+impl StepSize {
+    /// Rounded up, so that fewer sizes occur.
+    fn rounded_up(self) -> Self {
+        Self {
+            rows: self.rows,
+            spans: self.spans.max(64).next_power_of_two(),
+            parts: self.parts.next_power_of_two(),
+            units: self.units.map(|units| UnitSize {
+                units: units.units.next_power_of_two(),
+                rows: units.rows.next_power_of_two(),
+                own_parts: units.own_parts.next_power_of_two(),
+                shared_parts: units.shared_parts.next_power_of_two(),
+            }),
+        }
+    }
+
+    /// Number of entries in the tables, with a slot per row.
+    fn entries(self) -> usize {
+        let of_units = self
+            .units
+            .map_or(0, |units| 2 * self.rows + units.units + 1);
+        4 * self.rows + 2 * self.spans + of_units
+    }
 }
 
 /// Tokens, positions and tables for a decoding step, with one row per sequence.
@@ -158,11 +327,7 @@ impl StepTables {
         }
         let tables = Numbers::new(slots, rows)?;
         Ok(Self {
-            size: StepSize {
-                rows: rows.len(),
-                spans: tables.pages.len().max(64).next_power_of_two(),
-                parts: tables.parts().next_power_of_two(),
-            },
+            size: tables.size().rounded_up(),
             tokens_and_positions: [tokens, positions].concat(),
             tables,
         })
@@ -191,8 +356,7 @@ impl StepInputs {
     /// Fails if `device` is not a GPU, or does not have enough memory.
     pub fn new(size: StepSize, device: &Device) -> Result<Self> {
         device.as_cuda_device()?;
-        let numbers = 6 * size.rows + 2 * size.spans;
-        let all = Tensor::zeros(numbers, DType::U32, device)?;
+        let all = Tensor::zeros(2 * size.rows + size.entries(), DType::U32, device)?;
         Ok(Self { size, all })
     }
 
@@ -224,7 +388,7 @@ impl StepInputs {
             bail!("step: {:?}, must be {:?}", step.size, self.size);
         }
         let mut all = step.tokens_and_positions;
-        all.extend(step.tables.concat(self.size.spans));
+        all.extend(step.tables.concat(self.size)?);
         write_in_place(&self.all, |storage, _| {
             let device = storage.device.clone();
             device.memcpy_htod(&all, storage.as_cuda_slice_mut::<u32>()?)
@@ -241,13 +405,10 @@ impl StepInputs {
         slots: &'a [PageSlot],
         rows: &'a [PagedRow<'a>],
     ) -> Result<PagedBatch<'a>> {
-        let StepSize {
-            rows: n,
-            spans,
-            parts,
-        } = self.size;
-        let tables = self.all.narrow(0, 2 * n, 4 * n + 2 * spans)?;
-        PagedBatch::with_tables(slots, rows, Some(Tables::of(&tables, n, n, spans, parts)?))
+        let rows_in_all = self.size.rows;
+        let tables = self.all.narrow(0, 2 * rows_in_all, self.size.entries())?;
+        let tables = Tables::of(&tables, rows_in_all, self.size)?;
+        PagedBatch::with_tables(slots, rows, Some(tables))
     }
 }
 
@@ -383,142 +544,389 @@ pub(crate) fn attend(
     if n == 0 {
         return Ok(query.clone());
     }
-    let heads = width / head_dim;
-    let group = heads / kv_heads;
-    let parts = tables.parts;
-    let grid = attention_blocks(query, [kv_heads, group, parts])?;
     let query = query.contiguous()?;
-    let device = query.device().as_cuda_device()?;
-    let stream = device.cuda_stream();
-    let query_storage = query.storage_and_layout();
-    let (keys, values) = (
-        pages.keys().storage_and_layout(),
-        pages.values().storage_and_layout(),
-    );
-    let (rows, spans) = (
-        tables.rows.storage_and_layout(),
-        tables.spans.storage_and_layout(),
-    );
-    let Storage::Cuda(query_cuda) = &*query_storage.0 else {
-        bail!("query: on the CPU, must be on a GPU");
+    let units = tables.units.as_ref();
+    let attention = Attention {
+        query: &query,
+        pages,
+        tables,
+        units: units.filter(|_| reads_units(&query, head_dim, scores)),
+        scores,
+        n,
+        kv_heads,
+        group: width / head_dim / kv_heads,
+        head_dim,
     };
-    with_cuda_floats!(query_cuda, "query", T => {
-        // SAFETY: the kernels write every element in the result. With several parts they write all
-        // partial elements, with one none.
+    let (parts, heads) = (attention.parts(), kv_heads * attention.group);
+    let device = query.device().as_cuda_device()?;
+    with_element!(query.dtype(), "query", T => {
+        // SAFETY: the kernels write every element in the result. They read the partial elements
+        // that they have written.
         #[allow(unsafe_code)]
         let (mut y, mut partial) = unsafe {
             let partial = if parts > 1 { n * heads * parts * (head_dim + 2) } else { 0 };
             (alloc::<T>(device, n * width)?, alloc::<f32>(device, partial)?)
         };
-        macro_rules! launch {
-            ($kernel:ident $(, $option:ident)*) => {{
-                // SAFETY: the caller has checked the shapes, and that the spans are in the pages.
-                // The tables have n rows, and the blocks cover rows, heads and parts.
-                #[allow(unsafe_code)]
-                unsafe {
-                    kernels::$kernel::<T> {
-                        query: In::from_tensor(&query_storage, &stream)?,
-                        keys: In::from_tensor(&keys, &stream)?,
-                        values: In::from_tensor(&values, &stream)?,
-                        rows: In::from_tensor(&rows, &stream)?,
-                        spans: In::from_tensor(&spans, &stream)?,
-                        y: Out::new(&mut y, &stream),
-                        partial: Out::new(&mut partial, &stream),
-                        n: n as u32,
-                        count: (tables.spans.elem_count() / 2) as u32,
-                        kv_heads: kv_heads as u32,
-                        group: group as u32,
-                        head_dim: head_dim as i32,
-                        scale: scores.scale as f32,
-                        $($option,)*
-                    }
-                    .launch(device, grid)?;
-                }
-            }};
+        if let Some(units) = attention.units {
+            attention.attend_shared::<T>(units, &mut partial)?;
         }
-        if let Some((window, cap)) = scores.kernel_options() {
-            let window = window as u32;
-            match (head_dim, group) {
-                (..=64, ..=2) => launch!(scored_paged_attention_64_2, window, cap),
-                (..=64, ..=4) => launch!(scored_paged_attention_64_4, window, cap),
-                (..=64, _) => launch!(scored_paged_attention_64_8, window, cap),
-                (..=128, ..=2) => launch!(scored_paged_attention_128_2, window, cap),
-                (..=128, ..=4) => launch!(scored_paged_attention_128_4, window, cap),
-                (..=128, _) => launch!(scored_paged_attention_128_8, window, cap),
-                (_, ..=2) => launch!(scored_paged_attention_256_2, window, cap),
-                (_, ..=4) => launch!(scored_paged_attention_256_4, window, cap),
-                _ => launch!(scored_paged_attention_256_8, window, cap),
-            }
-        } else {
-            match (head_dim, group) {
-                (..=64, ..=2) => launch!(paged_attention_64_2),
-                (..=64, ..=4) => launch!(paged_attention_64_4),
-                (..=64, _) => launch!(paged_attention_64_8),
-                (..=128, ..=2) => launch!(paged_attention_128_2),
-                (..=128, ..=4) => launch!(paged_attention_128_4),
-                (..=128, _) => launch!(paged_attention_128_8),
-                (_, ..=2) => launch!(paged_attention_256_2),
-                (_, ..=4) => launch!(paged_attention_256_4),
-                _ => launch!(paged_attention_256_8),
-            }
-        }
+        attention.attend_own(&mut y, &mut partial)?;
         if parts > 1 {
             let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-            merge(&partial, &mut y, [n * heads, parts, head_dim], device)?;
+            attention.merge(&partial, &mut y)?;
         }
         let y = CudaStorage::wrap_cuda_slice(y, device.clone());
         Ok(as_tensor(y, &Shape::from((n, width))))
     })
 }
 
-/// The blocks of the attention for rows `[N, heads * head_dim]`.
-fn attention_blocks(query: &Tensor, [kv_heads, group, parts]: [usize; 3]) -> Result<LaunchConfig> {
-    // Kernels process two, four or eight heads in a group at once.
-    let chunks = group.div_ceil(match group {
-        ..=2 => 2,
-        3..=4 => 4,
-        _ => 8,
-    });
-    let (n, heads) = (query.dim(0)?, kv_heads * group);
-    if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
-        bail!(
-            "query: shape {:?}, more than one launch takes",
-            query.dims()
-        );
-    }
-    Ok(LaunchConfig {
-        grid_dim: (n as u32, (kv_heads * chunks) as u32, parts as u32),
-        block_dim: (THREADS, 1, 1),
-        shared_mem_bytes: 0,
-    })
+/// Attention of rows `[n, kv_heads * group * head_dim]`.
+struct Attention<'a> {
+    /// Contiguous.
+    query: &'a Tensor,
+    pages: &'a KeyValuePages,
+    tables: &'a Tables,
+    /// The units, if blocks read for them.
+    units: Option<&'a UnitTables>,
+    scores: &'a Scores,
+    n: usize,
+    kv_heads: usize,
+    group: usize,
+    head_dim: usize,
 }
 
-/// Merges the `partial` results of each head, `[heads, parts, head_dim + 2]`, into `y`, `[heads,
-/// head_dim]`. The heads are those of all rows.
-fn merge<T: CudaElement>(
-    partial: &CudaStorage,
-    y: &mut CudaSlice<T>,
-    [heads, parts, head_dim]: [usize; 3],
-    device: &CudaDevice,
-) -> Result<()> {
-    let stream = device.cuda_stream();
-    let layout = Layout::contiguous(heads * parts * (head_dim + 2));
-    let blocks = LaunchConfig {
-        grid_dim: (heads.div_ceil(HEADS) as u32, 1, 1),
-        block_dim: (32, HEADS as u32, 1),
-        shared_mem_bytes: 0,
-    };
-    // SAFETY: partial has a row for each part of each head, y head_dim elements per head. The
-    // blocks have a warp per head.
-    #[allow(unsafe_code)]
-    unsafe {
-        kernels::paged_attention_merge::<T> {
-            partial: In::new(partial, &layout, &stream)?,
-            y: Out::new(y, &stream),
-            heads_in_all: heads as u64,
-            parts: parts as i32,
-            head_dim: head_dim as i32,
+/// Launches a kernel with the arguments that all kernels of attention have, and others.
+macro_rules! launch {
+    ($self:ident, $grid:ident, $kernel:ident::<$t:ident> { $($name:ident: $value:expr,)* }) => {{
+        let device = $self.query.device().as_cuda_device()?;
+        let stream = device.cuda_stream();
+        let query = $self.query.storage_and_layout();
+        let keys = $self.pages.keys().storage_and_layout();
+        let values = $self.pages.values().storage_and_layout();
+        let rows = $self.tables.rows.storage_and_layout();
+        let spans = $self.tables.spans.storage_and_layout();
+        let shared = $self.units.map(|units| units.shared.storage_and_layout());
+        // SAFETY: the caller has checked the shapes, and that the spans are in the pages. The
+        // tables have n rows, and the blocks cover rows or units, heads and parts.
+        #[allow(unsafe_code)]
+        unsafe {
+            kernels::$kernel::<$t> {
+                query: In::from_tensor(&query, &stream)?,
+                keys: In::from_tensor(&keys, &stream)?,
+                values: In::from_tensor(&values, &stream)?,
+                rows: In::from_tensor(&rows, &stream)?,
+                spans: In::from_tensor(&spans, &stream)?,
+                shared: In::optional(shared.as_ref(), &stream)?,
+                n: $self.n as u32,
+                count: ($self.tables.spans.elem_count() / 2) as u32,
+                kv_heads: $self.kv_heads as u32,
+                group: $self.group as u32,
+                parts: $self.parts() as u32,
+                head_dim: $self.head_dim as i32,
+                scale: $self.scores.scale as f32,
+                $($name: $value,)*
+            }
+            .launch(device, $grid)
         }
-        .launch(device, blocks)
+    }};
+}
+
+impl Attention<'_> {
+    /// The largest number of parts that a row reads alone.
+    fn own_parts(&self) -> usize {
+        self.units
+            .map_or(self.tables.parts, |units| units.size.own_parts)
+    }
+
+    /// The parts of a row in `partial`.
+    fn parts(&self) -> usize {
+        self.own_parts() + self.units.map_or(0, |units| units.size.shared_parts)
+    }
+
+    /// Reads the spans that the rows of units share.
+    fn attend_shared<T: CudaElement>(
+        &self,
+        units: &UnitTables,
+        partial: &mut CudaSlice<f32>,
+    ) -> Result<()> {
+        let (width, grid) = self.unit_blocks(units.size)?;
+        let stream = self.query.device().as_cuda_device()?.cuda_stream();
+        let members = units.members.storage_and_layout();
+        let starts = units.starts.storage_and_layout();
+        macro_rules! shared {
+            ($kernel:ident) => {
+                launch!(
+                    self,
+                    grid,
+                    $kernel::<T> {
+                        members: In::from_tensor(&members, &stream)?,
+                        starts: In::from_tensor(&starts, &stream)?,
+                        partial: Out::new(partial, &stream),
+                    }
+                )
+            };
+        }
+        match width {
+            64 => shared!(shared_paged_attention_64),
+            _ => shared!(shared_paged_attention_128),
+        }
+    }
+
+    /// Reads the other spans of each row. With one part, writes the result.
+    fn attend_own<T: CudaElement>(
+        &self,
+        y: &mut CudaSlice<T>,
+        partial: &mut CudaSlice<f32>,
+    ) -> Result<()> {
+        let grid = self.blocks()?;
+        let stream = self.query.device().as_cuda_device()?.cuda_stream();
+        macro_rules! own {
+            ($kernel:ident $(, $option:ident)*) => {
+                launch!(self, grid, $kernel::<T> {
+                    y: Out::new(y, &stream),
+                    partial: Out::new(partial, &stream),
+                    $($option: $option,)*
+                })
+            };
+        }
+        if let Some((window, cap)) = self.scores.kernel_options() {
+            let (window, cap) = (window as u32, cap);
+            match (self.head_dim, self.group) {
+                (..=64, ..=2) => own!(scored_paged_attention_64_2, window, cap),
+                (..=64, ..=4) => own!(scored_paged_attention_64_4, window, cap),
+                (..=64, _) => own!(scored_paged_attention_64_8, window, cap),
+                (..=128, ..=2) => own!(scored_paged_attention_128_2, window, cap),
+                (..=128, ..=4) => own!(scored_paged_attention_128_4, window, cap),
+                (..=128, _) => own!(scored_paged_attention_128_8, window, cap),
+                (_, ..=2) => own!(scored_paged_attention_256_2, window, cap),
+                (_, ..=4) => own!(scored_paged_attention_256_4, window, cap),
+                _ => own!(scored_paged_attention_256_8, window, cap),
+            }
+        } else {
+            match (self.head_dim, self.group) {
+                (..=64, ..=2) => own!(paged_attention_64_2),
+                (..=64, ..=4) => own!(paged_attention_64_4),
+                (..=64, _) => own!(paged_attention_64_8),
+                (..=128, ..=2) => own!(paged_attention_128_2),
+                (..=128, ..=4) => own!(paged_attention_128_4),
+                (..=128, _) => own!(paged_attention_128_8),
+                (_, ..=2) => own!(paged_attention_256_2),
+                (_, ..=4) => own!(paged_attention_256_4),
+                _ => own!(paged_attention_256_8),
+            }
+        }
+    }
+
+    /// Merges the parts of each head.
+    fn merge<T: CudaElement>(&self, partial: &CudaStorage, y: &mut CudaSlice<T>) -> Result<()> {
+        let device = self.query.device().as_cuda_device()?;
+        let stream = device.cuda_stream();
+        let rows = self.tables.rows.storage_and_layout();
+        let shared = self.units.map(|units| units.shared.storage_and_layout());
+        let heads = self.kv_heads * self.group;
+        let layout = Layout::contiguous(self.n * heads * self.parts() * (self.head_dim + 2));
+        let blocks = LaunchConfig {
+            grid_dim: ((self.n * heads).div_ceil(HEADS) as u32, 1, 1),
+            block_dim: (32, HEADS as u32, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: partial has a row for each part of each head, y head_dim elements per head. The
+        // blocks have a warp per head.
+        #[allow(unsafe_code)]
+        unsafe {
+            kernels::paged_attention_merge::<T> {
+                partial: In::new(partial, &layout, &stream)?,
+                rows: In::from_tensor(&rows, &stream)?,
+                shared: In::optional(shared.as_ref(), &stream)?,
+                y: Out::new(y, &stream),
+                n: self.n as u32,
+                heads: heads as u32,
+                parts: self.parts() as u32,
+                head_dim: self.head_dim as i32,
+            }
+            .launch(device, blocks)
+        }
+    }
+
+    /// The blocks of rows.
+    fn blocks(&self) -> Result<LaunchConfig> {
+        // Kernels process two, four or eight heads in a group at once.
+        let chunks = self.group.div_ceil(match self.group {
+            ..=2 => 2,
+            3..=4 => 4,
+            _ => 8,
+        });
+        let grid = [self.n, self.kv_heads * chunks, self.own_parts()];
+        self.launch_config(grid, THREADS, 0)
+    }
+
+    /// The head width of the kernel, and the blocks of units.
+    fn unit_blocks(&self, size: UnitSize) -> Result<(usize, LaunchConfig)> {
+        // As in the kernel: f32 has half as many warps. Each has a span in a stage of keys and
+        // values, of which there are two.
+        let element = self.query.dtype().size_in_bytes();
+        let warps = if element == 4 { 2 } else { 4 };
+        let width = if self.head_dim <= 64 { 64 } else { 128 };
+        let queries = size.rows * self.group;
+        let chunks = queries.div_ceil(16 * warps);
+        let query_rows = queries.next_power_of_two().clamp(16, 16 * warps);
+        let bytes = (4 * warps * PAGE + query_rows) * (width * element + 16);
+        let grid = [size.units, self.kv_heads * chunks, size.shared_parts];
+        let blocks = self.launch_config(grid, 32 * warps as u32, bytes as u32)?;
+        Ok((width, blocks))
+    }
+
+    fn launch_config(
+        &self,
+        [x, y, z]: [usize; 3],
+        threads: u32,
+        shared_mem_bytes: u32,
+    ) -> Result<LaunchConfig> {
+        let heads = self.n * self.kv_heads * self.group;
+        if y > 65_535 || z > 65_535 || heads > i32::MAX as usize {
+            bail!(
+                "query: shape {:?}, more than one launch takes",
+                self.query.dims()
+            );
+        }
+        Ok(LaunchConfig {
+            grid_dim: (x as u32, y as u32, z as u32),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes,
+        })
+    }
+}
+
+/// Returns whether units read the spans that rows share. They load 16 bytes at a time, and know no
+/// window and no cap.
+fn reads_units(query: &Tensor, head_dim: usize, scores: &Scores) -> bool {
+    let offset = query.layout().start_offset() * query.dtype().size_in_bytes();
+    head_dim <= MAX_UNIT_HEAD_DIM
+        && head_dim.is_multiple_of(8)
+        && offset.is_multiple_of(16)
+        && scores.kernel_options().is_none()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PageSpan;
+
+    /// A prompt's spans from this page on, then pages of its own for each row.
+    fn group(rows: usize, prompt: usize, own: usize, first_page: &mut usize) -> Vec<Vec<PageSpan>> {
+        let mut take = |count: usize| {
+            let pages = *first_page..*first_page + count;
+            *first_page = pages.end;
+            pages.map(|page| PageSpan { page, len: PAGE }).collect()
+        };
+        let prompt: Vec<_> = take(prompt);
+        let rows = (0..rows).map(|_| [&prompt[..], &take(own)].concat());
+        rows.collect()
+    }
+
+    fn all_visible(spans: &[Vec<PageSpan>]) -> Vec<PagedRow<'_>> {
+        let rows = spans.iter().map(|spans| PagedRow {
+            spans,
+            visible: spans.iter().map(|span| span.len).sum(),
+        });
+        rows.collect()
+    }
+
+    fn units(rows: &[PagedRow]) -> Vec<(Vec<usize>, usize)> {
+        let units = Unit::all(rows).into_iter();
+        units.map(|unit| (unit.rows, unit.spans)).collect()
+    }
+
+    /// The kernels read exactly the spans in these tables. Keys and values of the prompts are read
+    /// once for 8 rows: 56 % of the bytes.
+    #[test]
+    fn the_pages_of_a_prompt_are_read_once_for_its_rows() -> Result<()> {
+        let mut page = 0;
+        let spans: Vec<_> = (0..64).flat_map(|_| group(8, 16, 16, &mut page)).collect();
+        let rows = all_visible(&spans);
+        assert_eq!((rows.len(), rows[0].visible), (512, 512));
+        let numbers = Numbers::new(&[], &rows)?;
+        let shared = numbers.units.iter().map(|unit| unit.spans).sum::<usize>();
+        let own = numbers.own().sum::<usize>();
+        assert_eq!((shared, own), (64 * 16, 512 * 16));
+        let alone = spans.iter().map(Vec::len).sum::<usize>();
+        assert_eq!((shared + own) * 10_000 / alone, 5625);
+        let size = UnitSize {
+            units: 64,
+            rows: 8,
+            own_parts: 1,
+            shared_parts: 1,
+        };
+        assert_eq!(numbers.size().units, Some(size));
+        Ok(())
+    }
+
+    #[test]
+    fn units_have_the_rows_that_begin_with_the_same_visible_spans() {
+        let mut page = 0;
+        let (a, b) = (group(17, 20, 1, &mut page), group(3, 5, 0, &mut page));
+        // In turn, and a row alone.
+        let mut spans: Vec<_> = (0..17)
+            .flat_map(|i| [Some(&a[i]), b.get(i)])
+            .flatten()
+            .cloned()
+            .collect();
+        spans.push(group(1, 300, 0, &mut page).remove(0));
+        let mut rows = all_visible(&spans);
+        let of_b = vec![1, 3, 5];
+        let of_a: Vec<_> = (0..20).filter(|row| !of_b.contains(row)).collect();
+        assert_eq!(units(&rows), [(of_a.clone(), 20), (of_b.clone(), 5)]);
+        // A row that sees a part of the fourth span.
+        rows[3].visible = 4 * PAGE - 1;
+        assert_eq!(units(&rows), [(of_a.clone(), 20), (of_b, 3)]);
+        // One whose prompt has grown.
+        rows[3].visible = PAGE;
+        let mut longer = spans[3].clone();
+        longer[0].len = 5;
+        rows[3].spans = &longer;
+        assert_eq!(units(&rows), [(of_a, 20)]);
+        // 16 rows save 15 * 17 spans.
+        let spans = group(16, 17, 1, &mut page);
+        assert!(units(&all_visible(&spans)).is_empty());
+        let spans = group(17, 16, 1, &mut page);
+        assert_eq!(units(&all_visible(&spans)), [((0..17).collect(), 16)]);
+        // More rows than a unit has.
+        let spans = group(40, 9, 1, &mut page);
+        let expected = [((0..32).collect(), 9), ((32..40).collect(), 9)];
+        assert_eq!(units(&all_visible(&spans)), expected);
+    }
+
+    #[test]
+    fn padded_tables_have_the_entries_of_their_size() -> Result<()> {
+        let mut page = 0;
+        let spans: Vec<_> = [9, 5, 7]
+            .into_iter()
+            .flat_map(|rows| group(rows, 35, 20, &mut page))
+            .collect();
+        let rows = all_visible(&spans);
+        let slots = vec![
+            PageSlot {
+                page: 0,
+                position: 0
+            };
+            rows.len()
+        ];
+        let numbers = Numbers::new(&slots, &rows)?;
+        let (exact, size) = (numbers.size(), numbers.size().rounded_up());
+        let units = |units, rows, own_parts, shared_parts| UnitSize {
+            units,
+            rows,
+            own_parts,
+            shared_parts,
+        };
+        assert_eq!(exact.units, Some(units(3, 9, 2, 3)));
+        assert_eq!(size.units, Some(units(4, 16, 2, 4)));
+        for size in [exact, size] {
+            let all = Numbers::new(&slots, &rows)?.concat(size)?;
+            assert_eq!(all.len(), size.entries());
+        }
+        let all = numbers.concat(size)?;
+        assert_eq!(all[all.len() - 5..], [0, 9, 14, 21, 21]);
+        Ok(())
     }
 }

@@ -5,6 +5,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{slice, with_element, with_floats};
@@ -410,7 +412,8 @@ impl KeyValuePages {
 ///
 /// Row i in `query` attends to row i in `batch`, which includes its own position, so write its key
 /// and value first. On the CPU a row is bit-identical no matter what the other rows are, given the
-/// same spans. Arithmetic is in f32.
+/// same spans. On CUDA, rows that begin with the same spans read these together if that saves
+/// enough, which changes the order of a row's sums. Arithmetic is in f32.
 ///
 /// # Shapes
 ///
@@ -471,6 +474,28 @@ pub(crate) fn check<'a>(
     pages.check_query(query, batch.rows.len())?;
     batch.check_pages(pages.len())?;
     Ok(batch.rows)
+}
+
+/// Groups up to `most` neighboring rows, and returns how many spans each group shares. Groups with
+/// several rows share at least one. A row that shares less than half as much as the rows before it
+/// starts a new group.
+fn groups(rows: &[PagedRow], most: usize) -> Vec<(Range<usize>, usize)> {
+    let mut groups: Vec<(Range<usize>, usize)> = Vec::new();
+    for (index, row) in rows.iter().enumerate() {
+        if let Some((group, shared)) = groups.last_mut()
+            && group.len() < most
+        {
+            let first = rows[group.start].spans[..*shared].iter();
+            let same = first.zip(row.spans).take_while(|(a, b)| a == b).count();
+            if same > 0 && (group.len() == 1 || 2 * same >= *shared) {
+                group.end = index + 1;
+                *shared = same;
+                continue;
+            }
+        }
+        groups.push((index..index + 1, row.spans.len()));
+    }
+    groups
 }
 
 /// Writes rows to page slots.
