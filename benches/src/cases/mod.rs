@@ -1,6 +1,7 @@
 //! The cases, one file per operator or family.
 
 mod bandwidth;
+mod decoding;
 mod layers;
 mod linear;
 mod log_prob;
@@ -33,6 +34,7 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
             logits::cases(),
             policy_loss::cases(),
             layers::large(),
+            decoding::large(),
             optimizer::large(),
         ]
     }
