@@ -135,6 +135,14 @@ fn matches(target: &str, module: &str) -> bool {
     is_suffix || target == ALL_LINEAR
 }
 
+/// Returns `weight` in f32 and memory of its own.
+fn in_new_memory(weight: &Tensor) -> Result<Tensor> {
+    match weight.dtype() {
+        DType::F32 => weight.force_contiguous(),
+        _ => weight.to_dtype(DType::F32),
+    }
+}
+
 /// Returns the weight of `base` that an adapter extends.
 fn extended<'b>(base: &'b Parameters, name: &str) -> Result<&'b Var> {
     let Some(weight) = base.get(name) else {
@@ -329,26 +337,27 @@ impl Lora {
         let Some(matrices) = self.matrices(name) else {
             bail!("adapters: none for {name}, must have one");
         };
-        let weight = extended(base, name)?.as_detached_tensor();
-        let merged = numbers(&weight, DType::F32).and_then(|weight| self.merge(&weight, matrices));
+        let stored = extended(base, name)?.as_detached_tensor();
+        // The numbers of blocks are new.
+        let weight = match stored.dtype() {
+            DType::U8 => numbers(&stored, DType::F32),
+            _ => in_new_memory(&stored),
+        };
+        let merged = weight.and_then(|weight| self.merge(weight, matrices));
         merged.map_err(|error| Error::msg(format!("{name}: {error}")))
     }
 
-    /// Returns `weight + scaling * b a` in f32 and new memory.
-    fn merge(&self, weight: &Tensor, (a, b): (&Var, &Var)) -> Result<Tensor> {
-        let sum = match weight.dtype() {
-            DType::F32 => weight.force_contiguous()?,
-            _ => weight.to_dtype(DType::F32)?,
-        };
-        let [a, b] = [a, b].map(|x| x.as_detached_tensor().to_device(sum.device()));
-        add_matmul(&sum, &(b? * self.config.scaling())?, &a?)?;
-        Ok(sum)
+    /// Adds `scaling * b a` to `weight`, which is f32 and in memory of its own.
+    fn merge(&self, weight: Tensor, (a, b): (&Var, &Var)) -> Result<Tensor> {
+        let [a, b] = [a, b].map(|x| x.as_detached_tensor().to_device(weight.device()));
+        add_matmul(&weight, &(b? * self.config.scaling())?, &a?)?;
+        Ok(weight)
     }
 
     /// Merges the adapters into the `base` weights in f32, for export to a file.
     pub fn export<'a>(&'a self, base: &'a Parameters) -> Export<'a> {
         let merge = |name: &str, weight: Tensor| match self.matrices(name) {
-            Some(matrices) => self.merge(&weight, matrices),
+            Some(matrices) => self.merge(in_new_memory(&weight)?, matrices),
             None => Ok(weight),
         };
         Export::new(base).with_change(merge).in_dtype(DType::F32)

@@ -77,7 +77,7 @@ fn cuda_logits(tokens: usize, vocab_size: usize) -> usize {
 pub struct MemoryPlan {
     /// Weights of the policy that train, in the dtype of the master weights, and copies in the
     /// dtypes of the computation and of the draws, or with merged adapters. Those of completions
-    /// that are drawn ahead are left out.
+    /// that are drawn ahead are left out, unless adapters are merged into them.
     pub weights: usize,
     /// Weights of the policy that do not train, in their form.
     ///
@@ -208,6 +208,8 @@ impl MemoryPlan {
         let merged = config.merged_bytes(model)?;
         // Of the weights that train, which are f32, and of the frozen ones that are not in blocks.
         let copies = match (config.own_rollout_dtype(), merged) {
+            // The thread that samples ahead has its own.
+            (_, Some(merged)) if config.rollout.max_staleness > 0 => 2 * merged.copies,
             (_, Some(merged)) => merged.copies,
             (None, None) => 0,
             (Some(dtype), None) => {
@@ -1385,6 +1387,9 @@ mod tests {
             };
             assert_eq!(merged.packed, (dense * map + 100 * 64) * size);
         }
+        config.rollout.max_staleness = 1;
+        let ahead = MemoryPlan::new(&model, &config, 10, 0)?;
+        assert_eq!(ahead.weights - plain.weights, 2 * copies);
         Ok(())
     }
 

@@ -156,6 +156,9 @@ impl<C: ModelConfig> TrainerParts<C> {
             )?;
         }
         let rollout = &self.config.rollout;
+        let must = "be false with a generator of your own, which merges them itself";
+        let valid = self.generator.is_none() || !rollout.merge_adapters;
+        check(valid, "rollout.merge_adapters", true, must)?;
         let continuing = [
             ("rollout.partial", rollout.partial),
             ("rollout.in_flight_updates", rollout.in_flight_updates),

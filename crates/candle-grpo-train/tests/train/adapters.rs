@@ -822,6 +822,19 @@ fn ranks_merge_the_same_adapters(#[case] sharding: Sharding) {
     common::assert_ranks_agree(&[2, 3], || common::parts(digest, config.clone()), 3);
 }
 
+#[test]
+fn a_custom_generator_merges_adapters_itself() {
+    stay_on_cpu();
+    let generator = LocalGenerator::new(&model(), &parameters()).unwrap();
+    let parts = TrainerParts {
+        generator: Some(Arc::new(generator)),
+        ..common::parts(digest, merging(config()))
+    };
+    let error = Trainer::new(parts).map(drop).unwrap_err().to_string();
+    let must = "be false with a generator of your own, which merges them itself";
+    assert_eq!(error, format!("rollout.merge_adapters: true, must {must}"));
+}
+
 #[rstest]
 #[case::no_adapters(
     |config: &mut TrainConfig| config.adapters = None,

@@ -37,6 +37,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_rollout_ref.model.custom_chat_template": Unless("null", "set model.chat_template to a file");
     "actor_rollout_ref.model.enable_gradient_checkpointing": To("activation_checkpointing");
     "actor_rollout_ref.model.enable_activation_offload": To("activation_offloading");
+    "actor_rollout_ref.model.lora.rank": Unless("0", "set lora_rank: each linear layer has adapters of its own");
     "actor_rollout_ref.model.lora_adapter_path": Unless("null", "merge the adapters first");
     "actor_rollout_ref.model.mtp.enable": Unless("false", "one token is predicted");
     "actor_rollout_ref.model.override_config": Set("model", ": a directory with that config.json");

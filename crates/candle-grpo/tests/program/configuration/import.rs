@@ -527,6 +527,14 @@ fn what_verl_has_and_we_do_not_is_refused() {
     ] {
         assert_eq!(refused(&file(line)), [key]);
     }
+    // Adapters of Megatron's fused layers.
+    let of = |model: &str| {
+        let text = VERL.replace("ESTIMATOR", "grpo");
+        import(&text.replace("{path: m}", &format!("{{path: m, {model}}}")))
+    };
+    let fused = of("lora: {rank: 32, merge: true}");
+    assert_eq!(refused(&fused), ["actor_rollout_ref.model.lora.rank"]);
+    assert_eq!(refused(&of("lora: {rank: 0}")), Vec::<&str>::new());
     let off = file("rollout: {n: 5, multi_turn: {enable: false}, top_k: -1}");
     assert_eq!(refused(&off), Vec::<&str>::new());
     assert_eq!(run(&off).train.sampling.top_k, 0);
