@@ -20,6 +20,8 @@ constexpr int LOGITS = 16;
 // Adjacent tokens of a block, and of a warp.
 constexpr int PART = PART_THREADS * LOGITS;
 constexpr int CHUNK = 32 * LOGITS;
+// Above this sum, a chunk has a token whose weight is a normal number: 2^-126 for each of 512.
+constexpr double LEAST_OF_CHUNK = 0x1p-116;
 
 // The inverse of to_key.
 __device__ __forceinline__ float from_key(uint32_t key) {
@@ -59,12 +61,15 @@ template <typename T> struct Distribution {
         return low;
     }
 
-    // Merges the weights of chunks for `first_above`. Returns the total to each thread.
+    // Merges the weights of chunks for `first_above`. Returns the total to each thread. The weights
+    // of tokens may be 0 where their sum in another scale is not, so such sums are left out.
     __device__ __forceinline__ double merge_chunks(const float *largest, const double *sums) const {
         const int thread = (int)threadIdx.x, of_row = (vocab + CHUNK - 1) / CHUNK;
         double sum = 0.0;
-        for (int i = thread * merged(); i < (thread + 1) * merged() && i < of_row; i++)
-            sum += sums[i] * weight(largest[i / (PART / CHUNK)]);
+        for (int i = thread * merged(); i < (thread + 1) * merged() && i < of_row; i++) {
+            const double own = sums[i] * weight(largest[i / (PART / CHUNK)]);
+            if (own > LEAST_OF_CHUNK) sum += own;
+        }
         if (thread < chunks()) chunk_sums[thread] = sum;
         return block_sum<THREADS>(sum, (int)blockDim.x / 32);
     }

@@ -11,7 +11,8 @@ constexpr float LN_2 = 0.69314718055994530942f;
 // Returns 2^x in one instruction. Results below the smallest normal number are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
 #ifdef CUDA_ON_HOST
-    return exp2f(x);
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
 #else
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -284,6 +284,21 @@ fn impossible_tokens_are_never_drawn() {
     }
 }
 
+/// Weights that are 0 beside the greatest one, although they are not beside others in their part of
+/// the row.
+#[test]
+fn tokens_whose_weights_underflow_are_never_drawn() {
+    let mut logits = vec![f32::NEG_INFINITY; 8192];
+    logits[512..1024].fill(-120.);
+    logits[1024] = -50.;
+    logits[4096] = 0.;
+    for device in devices() {
+        let drawn = draw(&logits, &[0.0, 0.5], &OFF, device);
+        let tokens = drawn.iter().map(|drawn| drawn.unwrap().token);
+        assert_eq!(tokens.collect::<Vec<_>>(), [1024, 4096]);
+    }
+}
+
 #[test]
 fn a_row_without_a_distribution_draws_nothing() {
     for device in devices() {
