@@ -4,7 +4,7 @@
 // A format has BYTES bytes for SIZE values. Each GROUP of values has a factor and an offset, which
 // `scale(block, i)` returns for value i. A value is factor * (number - LESS) + offset, and
 // `numbers(block, i)` has those from i on, a multiple of 4, in the bytes of a word. Blocks start at
-// even addresses. All results are exact in f32, however products and sums are contracted.
+// even addresses. Products are exact in f32, so a result is rounded once, contracted or not.
 #pragma once
 
 #include "element.cuh"

@@ -19,8 +19,9 @@ use crate::{PackedWeight, check, path};
 /// Use it for inference with few rows: each weight is read once, in memory order, and all cores
 /// share the weights. Sums are f32. Products are too, except for bf16 on processors with
 /// `avx512_bf16`. On CUDA, two consecutive weights with the same shape take one product. Up to 64
-/// rows read the blocks of quantized weights in place, in one launch for four weights, and each
-/// result row is bit-identical with any other of these rows. For more, the blocks are dequantized.
+/// rows read the blocks of quantized weights in place, in one or two launches for four weights, and
+/// each result row is bit-identical with any other of these rows. For more, the blocks are
+/// dequantized.
 ///
 /// # Shapes
 ///
