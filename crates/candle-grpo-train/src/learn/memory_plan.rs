@@ -1016,6 +1016,8 @@ fn adapter_shapes(adapters: &LoraConfig, model: &DecoderConfig) -> Result<Vec<Sh
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_grpo_loss::RolloutCorrection;
+    use candle_grpo_loss::correction::ImportanceWeight;
     use rstest::rstest;
 
     #[test]
@@ -1388,6 +1390,10 @@ mod tests {
             assert_eq!(merged.packed, (dense * map + 100 * 64) * size);
         }
         config.rollout.max_staleness = 1;
+        config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+            weight: Some(ImportanceWeight::truncated(2.)),
+            ..RolloutCorrection::default()
+        });
         let ahead = MemoryPlan::new(&model, &config, 10, 0)?;
         assert_eq!(ahead.weights - plain.weights, 2 * copies);
         Ok(())
