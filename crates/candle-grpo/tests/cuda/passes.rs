@@ -210,7 +210,7 @@ fn compare(ranks: &Arc<dyn Collective>, device: &Device, is_lazy: bool) -> Resul
 /// the kernels before them, and kernels wait for those that they need, by events alone: the
 /// emulated GPU refuses kernels, copies and frees without an order.
 #[rstest]
-#[case::lazy(3, true)]
+#[case::lazy(4, true)]
 #[case::eager(2, false)]
 fn gathers_and_sums_run_beside_the_blocks(
     #[case] world_size: usize,
