@@ -1020,16 +1020,24 @@ mod tests {
     use candle_grpo_loss::correction::ImportanceWeight;
     use rstest::rstest;
 
-    #[test]
-    fn the_output_layer_takes_more_memory_on_cuda() -> Result<()> {
-        let model = DecoderConfig {
+    /// One layer, whose seven linear maps have 64 x 64 numbers each.
+    fn narrow() -> DecoderConfig {
+        DecoderConfig {
             hidden_size: 64,
             intermediate_size: 64,
-            vocab_size: 50_000,
+            vocab_size: 100,
             num_hidden_layers: 1,
             num_attention_heads: 2,
             num_key_value_heads: 2,
             ..DecoderConfig::default()
+        }
+    }
+
+    #[test]
+    fn the_output_layer_takes_more_memory_on_cuda() -> Result<()> {
+        let model = DecoderConfig {
+            vocab_size: 50_000,
+            ..narrow()
         };
         let plan = |on_cuda: bool, follows: bool| {
             let pass = Pass {
@@ -1189,13 +1197,9 @@ mod tests {
     fn offloaded_inputs_are_beside_a_gpu() -> Result<()> {
         let (layers, hidden, tokens) = (8, 64, 1 << 10);
         let model = DecoderConfig {
-            vocab_size: 100,
             hidden_size: hidden,
-            intermediate_size: 64,
             num_hidden_layers: layers,
-            num_attention_heads: 2,
-            num_key_value_heads: 2,
-            ..DecoderConfig::default()
+            ..narrow()
         };
         let pass = Pass {
             tokens,
@@ -1293,14 +1297,8 @@ mod tests {
     #[test]
     fn draws_in_another_dtype_take_a_copy_of_what_is_not_in_blocks() -> Result<()> {
         let model = DecoderConfig {
-            hidden_size: 64,
-            intermediate_size: 64,
-            vocab_size: 100,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            num_key_value_heads: 2,
             tie_word_embeddings: true,
-            ..DecoderConfig::default()
+            ..narrow()
         };
         let all: usize = model
             .parameter_shapes()
@@ -1347,15 +1345,7 @@ mod tests {
         #[case] of_others: usize,
         #[values(7, 2)] maps: usize,
     ) -> Result<()> {
-        let model = DecoderConfig {
-            hidden_size: 64,
-            intermediate_size: 64,
-            vocab_size: 100,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            num_key_value_heads: 2,
-            ..DecoderConfig::default()
-        };
+        let model = narrow();
         let mut adapters = LoraConfig::all_linear(8, 16.);
         if maps == 2 {
             adapters.target_modules = vec!["q_proj".to_owned(), "up_proj".to_owned()];
@@ -1402,13 +1392,9 @@ mod tests {
     #[test]
     fn the_largest_weight_is_merged_in_f32() -> Result<()> {
         let model = DecoderConfig {
-            hidden_size: 64,
             intermediate_size: 4096,
             vocab_size: 4,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            num_key_value_heads: 2,
-            ..DecoderConfig::default()
+            ..narrow()
         };
         let mut config = TrainConfig {
             prompts_per_step: 1,
