@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <random>
 #include <string>
@@ -42,25 +43,30 @@ enum class State { Ready, AtBlockBarrier, AtWarpOperation, Done };
 // A place to jump to, of the compiler's own functions: setjmp of the C library takes several times as long.
 using Jump = void* [5];
 
-// Runs one thread of a block after the other.
-struct Fiber {
+// Runs one thread of a block after the other. A switch to it reads its first line of the cache.
+struct alignas(64) Fiber {
     Jump here;
-    bool started = false;  // it has a frame on its stack
-    uint3 index;
     State state;
-    const char* operation;  // the operation of the waiting fiber
     unsigned mask;
-    uint64_t brought;
+    uint3 index;
+    uint8_t lane;
+    bool started = false;  // it has a frame on its stack
     bool is_barrier;
+    const char* operation;  // the operation of the waiting fiber
+    uint64_t brought;
     cuda_host::Collective collective;  // null for an exchange of values
     const cuda_host::Lanes* received;  // values of the lanes in the last exchange
-    cuda_host::Lanes lanes;            // the same, if this is the first lane of the exchange
 };
 
 struct Launch {
     Fiber* fibers = nullptr;
     size_t threads = 0;
     Fiber* running = nullptr;
+    // The running warp, the order of its lanes, and how many of these had their turn.
+    Fiber* warp = nullptr;
+    size_t lanes = 0, turns = 0;
+    std::array<uint8_t, 32> lane_order;
+    bool finds_races = false;
     Jump scheduler;
     char* shared = nullptr;
     size_t shared_bytes = 0;
@@ -70,10 +76,13 @@ struct Launch {
 };
 
 thread_local Launch* launch = nullptr;
+thread_local unsigned running_lane = 0;
 
 // The fibers of the largest block so far, which serve every launch of a thread, and their stacks.
 struct Fibers {
     std::unique_ptr<Fiber[]> all;
+    // The values of an exchange, at the place of its first lane.
+    std::unique_ptr<cuda_host::Lanes[]> values;
     size_t count = 0;
     char* stacks = nullptr;
 
@@ -88,6 +97,7 @@ struct Fibers {
         }
         if (wanted > count) {
             all.reset(new Fiber[wanted]);
+            values.reset(new cuda_host::Lanes[wanted]);
             count = wanted;
         }
         return all.get();
@@ -100,19 +110,37 @@ struct Fibers {
 
 thread_local Fibers fibers;
 
+[[noreturn]] void start(Fiber* fiber);
+
+// Continues with the next lane of the running warp that is ready, or else with the scheduler.
+[[noreturn]] __attribute__((noinline)) void yield() {
+    while (launch->turns < launch->lane_order.size()) {
+        const size_t lane = launch->lane_order[launch->turns++];
+        Fiber* fiber = launch->warp + lane;
+        if (lane >= launch->lanes || fiber->state != State::Ready) continue;
+        launch->running = fiber;
+        threadIdx = fiber->index;
+        running_lane = fiber->lane;
+        if (launch->finds_races) races::run_thread((size_t)(fiber - launch->fibers));
+        if (!fiber->started) start(fiber);
+        __builtin_longjmp(fiber->here, 1);
+    }
+    __builtin_longjmp(launch->scheduler, 1);
+}
+
 // The first function on the stack of a fiber. It runs a thread each time that the fiber is resumed after the one before.
 __attribute__((noinline)) void run_fiber() {
     for (;;) {
         Fiber* self = launch->running;
         launch->body(launch->argument);
         self->state = State::Done;
-        if (__builtin_setjmp(self->here) == 0) __builtin_longjmp(launch->scheduler, 1);
+        if (__builtin_setjmp(self->here) == 0) yield();
     }
 }
 
 // A context starts a fiber; later switches are jumps. Switching contexts would take a system call
 // each time.
-__attribute__((noinline)) void start(Fiber* fiber) {
+[[noreturn]] __attribute__((noinline)) void start(Fiber* fiber) {
     ucontext_t context;
     getcontext(&context);
     const size_t number = (size_t)(fiber - launch->fibers);
@@ -122,23 +150,15 @@ __attribute__((noinline)) void start(Fiber* fiber) {
     makecontext(&context, run_fiber, 0);
     fiber->started = true;
     setcontext(&context);
+    abort();
 }
 
-__attribute__((noinline)) void resume(Fiber* fiber) {
-    launch->running = fiber;
-    threadIdx = fiber->index;
-    races::run_thread((size_t)(fiber - launch->fibers));
-    if (__builtin_setjmp(launch->scheduler) != 0) return;
-    if (fiber->started) __builtin_longjmp(fiber->here, 1);
-    start(fiber);
-}
-
-__attribute__((noinline)) void wait(State state, const char* operation) {
-    Fiber* self = launch->running;
-    if (self == nullptr) cuda_host::fail("%s in a loop of threads", operation);
-    self->state = state;
-    self->operation = operation;
-    if (__builtin_setjmp(self->here) == 0) __builtin_longjmp(launch->scheduler, 1);
+// Runs each lane of a warp that is ready until it waits.
+__attribute__((noinline)) void run_lanes(Fiber* warp, size_t lanes) {
+    launch->warp = warp;
+    launch->lanes = lanes;
+    launch->turns = 0;
+    if (__builtin_setjmp(launch->scheduler) == 0) yield();
 }
 
 // Resumes a warp whose lanes have all arrived. Returns whether there was one.
@@ -155,12 +175,13 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
         }
         if (!whole) continue;
         // All lanes read these before the next operation of one of them ends.
-        for (size_t from = 0; from < lanes; from++) warp[i].lanes[from] = warp[from].brought;
-        if (warp[i].collective != nullptr) warp[i].collective(warp[i].lanes);
+        cuda_host::Lanes& values = fibers.values[(size_t)(warp - launch->fibers) + i];
+        for (size_t from = 0; from < lanes; from++) values[from] = warp[from].brought;
+        if (warp[i].collective != nullptr) warp[i].collective(values);
         if (warp[i].is_barrier) races::meet_at_warp_barrier((size_t)(warp - launch->fibers) / 32, mask);
         for (size_t to = 0; to < lanes; to++) {
             if (!(mask >> to & 1)) continue;
-            warp[to].received = &warp[i].lanes;
+            warp[to].received = &values;
             warp[to].state = State::Ready;
         }
         ended = true;
@@ -198,7 +219,7 @@ std::string deadlock() {
     return where(*waiting) + " for lanes that the block does not have";
 }
 
-void run_block(std::mt19937& random, bool reverse, bool shuffle) {
+void run_block(std::minstd_rand& random, bool reverse, bool shuffle) {
     Fiber* fibers = launch->fibers;
     const size_t threads = launch->threads;
     // NaN in every float type.
@@ -207,6 +228,7 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
         Fiber& fiber = fibers[i];
         fiber.index = {(unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
                        (unsigned)(i / blockDim.x / blockDim.y)};
+        fiber.lane = (uint8_t)(i % 32);
         fiber.state = State::Ready;
         fiber.operation = "";
         fiber.mask = 0;
@@ -214,9 +236,10 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
     // A warp runs until it blocks before the next one starts: exchange between warps needs a
     // barrier.
     const size_t warps = (threads + 31) / 32;
-    std::vector<size_t> warp_order(warps), lane_order(32);
+    std::vector<size_t> warp_order(warps);
+    std::array<uint8_t, 32>& lane_order = launch->lane_order;
     for (size_t i = 0; i < warps; i++) warp_order[i] = reverse ? warps - 1 - i : i;
-    for (size_t i = 0; i < 32; i++) lane_order[i] = reverse ? 31 - i : i;
+    for (size_t i = 0; i < 32; i++) lane_order[i] = (uint8_t)(reverse ? 31 - i : i);
     for (;;) {
         if (shuffle) std::shuffle(warp_order.begin(), warp_order.end(), random);
         for (size_t warp : warp_order) {
@@ -224,11 +247,8 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
             const size_t lanes = std::min<size_t>(32, threads - 32 * warp);
             do {
                 if (shuffle) std::shuffle(lane_order.begin(), lane_order.end(), random);
-                for (size_t lane : lane_order) {
-                    if (lane >= lanes || first[lane].state != State::Ready) continue;
-                    resume(&first[lane]);
-                    if (!launch->error.empty()) return;
-                }
+                run_lanes(first, lanes);
+                if (!launch->error.empty()) return;
             } while (end_warp_operation(first, lanes));
         }
         bool done = true;
@@ -248,6 +268,7 @@ void run_loop(bool reverse) {
     for (unsigned i = 0; i < threads; i++) {
         const unsigned thread = reverse ? threads - 1 - i : i;
         threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+        running_lane = thread % 32;
         races::run_thread(thread);
         launch->body(launch->argument);
     }
@@ -289,33 +310,37 @@ void add_product(float* c, const float* a, const float* b, int rows, int columns
 
 void* dynamic_shared() { return launch->shared; }
 
-unsigned lane() {
-    return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+unsigned lane() { return running_lane; }
+
+void block_barrier() {
+    Fiber* self = launch->running;
+    if (self == nullptr) fail("__syncthreads in a loop of threads");
+    self->operation = "__syncthreads";
+    self->state = State::AtBlockBarrier;
+    if (__builtin_setjmp(self->here) == 0) yield();
 }
 
-void block_barrier() { wait(State::AtBlockBarrier, "__syncthreads"); }
-
-// Waits at an operation of the lanes in `mask`.
-static Fiber* arrive(const char* name, unsigned mask, uint64_t brought, bool is_barrier, Collective collective) {
+// Waits at an operation of the lanes in `mask`, and returns the values of all lanes.
+static const Lanes& meet(const char* name, unsigned mask, uint64_t brought, bool is_barrier, Collective collective) {
     Fiber* self = launch->running;
     if (self == nullptr) fail("%s in a loop of threads", name);
-    if (!(mask >> lane() & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
+    if (!(mask >> running_lane & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
     self->mask = mask;
     self->brought = brought;
     self->is_barrier = is_barrier;
     self->collective = collective;
-    wait(State::AtWarpOperation, name);
-    return self;
+    self->operation = name;
+    self->state = State::AtWarpOperation;
+    if (__builtin_setjmp(self->here) == 0) yield();
+    return *launch->running->received;
 }
 
-const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
-    return *arrive(name, mask, value, false, nullptr)->received;
-}
+const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) { return meet(name, mask, value, false, nullptr); }
 
-void warp_barrier(unsigned mask) { arrive("__syncwarp", mask, 0, true, nullptr); }
+void warp_barrier(unsigned mask) { meet("__syncwarp", mask, 0, true, nullptr); }
 
 void warp_collective(const char* name, void* argument, Collective collective) {
-    arrive(name, 0xffffffffu, (uint64_t)(uintptr_t)argument, false, collective);
+    meet(name, 0xffffffffu, (uint64_t)(uintptr_t)argument, false, collective);
 }
 
 void fail(const char* format, ...) {
@@ -438,13 +463,14 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     current.shared = shared_memory.take(current.shared_bytes);
     current.body = body;
     current.argument = argument;
+    current.finds_races = finds_races;
     launch = &current;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     if (finds_races)
         races::begin_launch({(uintptr_t)fibers.stacks, most_threads * stack_bytes},
                             {(uintptr_t)current.shared, current.shared_bytes});
-    std::mt19937 random(order);
+    std::minstd_rand random(order);
     size_t blocks = (size_t)grid[0] * grid[1] * grid[2];
     for (size_t i = 0; i < blocks && current.error.empty(); i++) {
         size_t at = order == 1 ? blocks - 1 - i : i;

@@ -106,10 +106,11 @@ T from_bits(uint64_t bits) {
     return value;
 }
 
-// The value of lane `from`, or the lane's own value if `from` is outside its part of the warp.
-template <class T>
-CUDA_HOST_EMULATION T shuffle(const char* name, unsigned mask, T value, int from, int width) {
-    int self = (int)lane(), first = self / width * width;
+// The value of lane `from(self, first)`, where the part of the warp begins at lane `first`, or the lane's own value if
+// that is outside its part. `width` is a power of two.
+template <class T, class From>
+CUDA_HOST_EMULATION T shuffle(const char* name, unsigned mask, T value, int width, From from_lane) {
+    const int self = (int)lane(), first = self & -width, from = from_lane(self, first);
     const Lanes& lanes = warp_exchange(name, mask, to_bits(value));
     if (from < first || from >= first + width) return value;
     if (!(mask >> from & 1)) fail("%s reads lane %d, which is not in its mask %08x", name, from, mask);
@@ -125,20 +126,19 @@ static inline void __threadfence_block() {}
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
-    int first = (int)cuda_host::lane() / width * width;
-    return cuda_host::shuffle("__shfl_sync", mask, value, first + from % width, width);
+    return cuda_host::shuffle("__shfl_sync", mask, value, width, [=](int, int first) { return first + (from & (width - 1)); });
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32) {
-    return cuda_host::shuffle("__shfl_xor_sync", mask, value, (int)cuda_host::lane() ^ flip, width);
+    return cuda_host::shuffle("__shfl_xor_sync", mask, value, width, [=](int self, int) { return self ^ flip; });
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, int by, int width = 32) {
-    return cuda_host::shuffle("__shfl_down_sync", mask, value, (int)cuda_host::lane() + by, width);
+    return cuda_host::shuffle("__shfl_down_sync", mask, value, width, [=](int self, int) { return self + by; });
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int by, int width = 32) {
-    return cuda_host::shuffle("__shfl_up_sync", mask, value, (int)cuda_host::lane() - by, width);
+    return cuda_host::shuffle("__shfl_up_sync", mask, value, width, [=](int self, int) { return self - by; });
 }
 CUDA_HOST_EMULATION static inline unsigned __ballot_sync(unsigned mask, int predicate) {
     const cuda_host::Lanes& lanes = cuda_host::warp_exchange("__ballot_sync", mask, predicate != 0);
