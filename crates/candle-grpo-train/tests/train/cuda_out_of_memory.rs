@@ -53,13 +53,18 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
     };
     let model = DecoderConfig {
         max_position_embeddings: 128,
+        num_attention_heads: 2,
+        num_key_value_heads: 2,
+        // Rows of larger heads share the pages of their prompt, so the last bits of a row depend on
+        // the rows beside it.
+        head_dim: Some(model().head_dim()),
         ..model()
     };
     let parameters = parameters_of(&model, device());
     let prompts = prompts(&["abc", "d", "eeeee", "abcde"]);
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let config = SamplingConfig {
-        max_new_tokens: 88,
+        max_new_tokens: 80,
         stop_token_ids: Vec::new(),
         ..sampling()
     };
@@ -92,7 +97,7 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
     // suspended.
     for failures in [2, 4, 6] {
         let mut survived = 0;
-        let numbers = spread(all, if is_long() { 64 } else { 4 });
+        let numbers = spread(all, if is_long() { 64 } else { 2 });
         for number in numbers.chain(growth + 1..growth + 9) {
             let Some((result, failed)) = with_failing_allocations(number - 1, failures, sample)
             else {
@@ -102,7 +107,7 @@ fn sampling_goes_on_with_the_memory_that_the_cache_has() -> Result<()> {
             match result {
                 Ok(rollouts) => {
                     assert!(same(&rollouts), "allocation {number}");
-                    let is_limited = fewest < Some(12);
+                    let is_limited = fewest < Some(free.len());
                     if failed != 4 {
                         assert_eq!(failed == 6, is_limited, "allocation {number}: {fewest:?}");
                     }
