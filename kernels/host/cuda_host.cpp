@@ -263,14 +263,20 @@ void run_block(std::minstd_rand& random, bool reverse, bool shuffle) {
 
 // Runs the threads of a block one after the other.
 void run_loop(bool reverse) {
-    const unsigned threads = (unsigned)launch->threads;
     if (__builtin_setjmp(launch->scheduler) != 0) return;
-    for (unsigned i = 0; i < threads; i++) {
-        const unsigned thread = reverse ? threads - 1 - i : i;
-        threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
-        running_lane = thread % 32;
-        races::run_thread(thread);
-        launch->body(launch->argument);
+    unsigned thread = reverse ? (unsigned)launch->threads - 1 : 0;
+    for (unsigned i = 0; i < blockDim.z; i++) {
+        const unsigned z = reverse ? blockDim.z - 1 - i : i;
+        for (unsigned j = 0; j < blockDim.y; j++) {
+            const unsigned y = reverse ? blockDim.y - 1 - j : j;
+            for (unsigned k = 0; k < blockDim.x; k++) {
+                threadIdx = {reverse ? blockDim.x - 1 - k : k, y, z};
+                running_lane = thread % 32;
+                if (launch->finds_races) races::run_thread(thread);
+                launch->body(launch->argument);
+                thread += reverse ? -1u : 1u;
+            }
+        }
     }
 }
 
