@@ -58,7 +58,7 @@ fn run(inputs: Rc<(Tensor, KeyValuePages)>, window: Option<usize>, device: &Devi
             visible: POSITIONS,
         });
         let rows: Vec<PagedRow> = rows.collect();
-        let batch = PagedBatch::new(&[], &rows, &device)?;
+        let batch = PagedBatch::new(&[], &rows, true, &device)?;
         let scores = Scores {
             scale: (HEAD_DIM as f64).powf(-0.5),
             window,

@@ -220,7 +220,7 @@ fn attention(model: &DecoderConfig, dtype: DType, completions: usize) -> Result<
         .collect();
     let width = model.num_attention_heads * head_dim;
     let query = Tensor::ones((completions, width), dtype, &Device::Cpu)?;
-    let batch = PagedBatch::new(&[], &rows, &Device::Cpu)?;
+    let batch = PagedBatch::new(&[], &rows, true, &Device::Cpu)?;
     best_seconds(9, || {
         for pages in &layers {
             paged_attention(&query, pages, &batch, 0.125)?;

@@ -53,7 +53,7 @@ impl Sequence {
             .collect();
         let rows = slots.len();
         let (key, value) = (key.narrow(0, 0, rows)?, value.narrow(0, 0, rows)?);
-        let batch = PagedBatch::new(&slots, &[], key.device())?;
+        let batch = PagedBatch::new(&slots, &[], true, key.device())?;
         pages.write(&key, &value, &batch)?;
         Ok(Self { spans, key, value })
     }
@@ -113,7 +113,7 @@ fn write_all(
         let slots: Vec<PageSlot> = (0..PAGE)
             .map(|position| PageSlot { page, position })
             .collect();
-        let batch = PagedBatch::new(&slots, &[], device)?;
+        let batch = PagedBatch::new(&slots, &[], true, device)?;
         paged.write(&nothing, &nothing, &batch)?;
     }
     let mut first = 0;
@@ -171,7 +171,7 @@ proptest! {
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
             let query = layouts[1].apply(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
-            let batch = PagedBatch::new(&[], &rows, device)?;
+            let batch = PagedBatch::new(&[], &rows, true, device)?;
             let fused = paged_attention(&query, &pages, &batch, scores)?;
             let composed = composed::paged_attention(&query, &pages, &batch, scores)?;
             prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
@@ -217,7 +217,7 @@ proptest! {
                 head_dim: None,
             };
             let slots: Vec<PageSlot> = (0..rows).map(|row| PageSlot { page: rows - row, position: row % PAGE }).collect();
-            let batch = PagedBatch::new(&slots, &[], device)?;
+            let batch = PagedBatch::new(&slots, &[], true, device)?;
             let new = || -> Result<KeyValuePages> {
                 let mut pages = KeyValuePages::new(0, kv_heads, head_dim, dtype, device)?;
                 pages.grow(rows + 1)?;
@@ -249,7 +249,7 @@ proptest! {
                 .iter()
                 .map(|spans| PagedRow { spans, visible: spans[0].len + spans[1].len })
                 .collect();
-            let seen = PagedBatch::new(&[], &seen, device)?;
+            let seen = PagedBatch::new(&[], &seen, true, device)?;
             let mixed = |pages| paged_attention(&expected, pages, &seen, 0.3);
             assert_close(&numbers(&mixed(&pages)?)?, &numbers(&mixed(&expected_pages)?)?, 8.0 * rounding(dtype));
         }
@@ -294,7 +294,7 @@ proptest! {
         let width = shape.kv_heads * shape.group * shape.head_dim;
         let query = noisy(&[rows.len(), width], seed, dtype)?;
         let attend = |query: &Tensor, rows: &[PagedRow]| {
-            let batch = PagedBatch::new(&[], rows, &Device::Cpu)?;
+            let batch = PagedBatch::new(&[], rows, true, &Device::Cpu)?;
             paged_attention(query, &pages, &batch, Scores { scale: 0.3, window, cap })
         };
         let together = attend(&query, &rows)?;
@@ -369,7 +369,7 @@ fn rows_of_one_prompt_equal_rows_alone(
     let width = kv_heads * head_dim;
     let pages = KeyValuePages::new(count, kv_heads, head_dim, dtype, device)?;
     let write = |slots: &[PageSlot], x: &Tensor| {
-        let batch = PagedBatch::new(slots, &[], device)?;
+        let batch = PagedBatch::new(slots, &[], true, device)?;
         pages.write(x, &x.affine(2.0, 0.5)?, &batch)
     };
     for page in 0..count {
@@ -403,7 +403,7 @@ fn rows_of_one_prompt_equal_rows_alone(
         of_width(64).zip(of_width(128))
     };
     let before = launches();
-    let batch = PagedBatch::new(&[], &rows, device)?;
+    let batch = PagedBatch::new(&[], &rows, true, device)?;
     let together = paged_attention(&query, &pages, &batch, scores)?;
     if let Some((before, now)) = before.zip(launches()) {
         let expected = (u64::from(kernel == 64), u64::from(kernel == 128));
@@ -417,7 +417,7 @@ fn rows_of_one_prompt_equal_rows_alone(
     );
     for (index, row) in rows.iter().enumerate() {
         let batch = [*row];
-        let batch = PagedBatch::new(&[], &batch, device)?;
+        let batch = PagedBatch::new(&[], &batch, true, device)?;
         let alone = paged_attention(&query.narrow(0, index, 1)?, &pages, &batch, scores)?;
         let together = together.narrow(0, index, 1)?;
         assert_close(&numbers(&together)?, &numbers(&alone)?, rounding(dtype));
@@ -438,7 +438,7 @@ fn growing_keeps_the_content_of_pages() -> Result<()> {
             spans: &[PageSpan { page: 0, len: 1 }],
             visible: 1,
         }];
-        let batch = PagedBatch::new(&slots, &rows, device)?;
+        let batch = PagedBatch::new(&slots, &rows, true, device)?;
         pages.write(&x, &x, &batch)?;
         pages.grow(5)?;
         assert_eq!(pages.len(), 5);
@@ -471,7 +471,11 @@ fn fill(pages: &KeyValuePages, first: usize, device: &Device) -> Result<()> {
             .map(|position| PageSlot { page, position })
             .collect();
         let x = noisy(&[PAGE, 48], page as u64, DType::F32)?.to_device(device)?;
-        pages.write(&x, &(&x * 2.)?, &PagedBatch::new(&slots, &[], device)?)?;
+        pages.write(
+            &x,
+            &(&x * 2.)?,
+            &PagedBatch::new(&slots, &[], true, device)?,
+        )?;
     }
     Ok(())
 }
@@ -486,7 +490,7 @@ fn attended(pages: &KeyValuePages, first: usize, device: &Device) -> Result<Vec<
         visible: spans.len() * PAGE,
     }];
     let query = noisy(&[1, 96], 7, DType::F32)?.to_device(device)?;
-    let batch = PagedBatch::new(&[], &rows, device)?;
+    let batch = PagedBatch::new(&[], &rows, true, device)?;
     numbers(&paged_attention(&query, pages, &batch, 0.5)?)
 }
 
@@ -633,7 +637,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     };
     let x = zeros(&[1, 8])?;
     let error = |query: &Tensor, rows: &[PagedRow]| {
-        let attended = PagedBatch::new(&[], rows, &Device::Cpu)
+        let attended = PagedBatch::new(&[], rows, true, &Device::Cpu)
             .and_then(|batch| paged_attention(query, &pages, &batch, 1.0));
         message(attended)
     };
@@ -659,12 +663,12 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(wrong(2, 1).contains("batch: page 2, must be below the number of pages, 2"));
     assert!(wrong(0, PAGE + 1).contains("rows[0]: 17 positions of page 0, must be at most 16"));
     let row = row(1);
-    let batch = PagedBatch::new(&[], &row, &Device::Cpu)?;
+    let batch = PagedBatch::new(&[], &row, true, &Device::Cpu)?;
     assert!(message(paged_attention(&x, &pages, &batch, 0.0)).contains("scale: 0"));
     let y = zeros(&[1, 4])?;
     let write = |key: &Tensor, value: &Tensor, page, position| {
         let slots = [PageSlot { page, position }];
-        let written = PagedBatch::new(&slots, &[], &Device::Cpu)
+        let written = PagedBatch::new(&slots, &[], true, &Device::Cpu)
             .and_then(|batch| pages.write(key, value, &batch));
         message(written)
     };

@@ -137,7 +137,7 @@ impl Decoder {
             None => rows(new, cache)?,
             Some(_) => Vec::new(),
         };
-        let batch = &PagedBatch::new(&slots, &rows, device)?;
+        let batch = &PagedBatch::new(&slots, &rows, self.shares_reads(), device)?;
         let mut states = Vec::new();
         for &(id, tokens) in new {
             let rows = tokens.len();

@@ -121,7 +121,7 @@ impl RecordedSteps {
         let slots = repeat_last(new.slots, more);
         let rows = repeat_last(new.rows, more);
 
-        let tables = StepTables::new(&tokens, &positions, &slots, &rows)?;
+        let tables = StepTables::new(&tokens, &positions, &slots, &rows, decoder.shares_reads())?;
         let size = tables.size();
         let key = (size, with_experts);
         let step = match self.steps.entry(key) {

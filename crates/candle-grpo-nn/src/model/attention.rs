@@ -1,7 +1,7 @@
 //! Attention, a token mixer.
 
 use candle_core::{Error, Result, Tensor};
-use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores, sigmoid};
+use candle_grpo_kernels::{HeadNorms, HeadTransform, PagedBatch, Scores, sigmoid};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::{AttentionPlan, NormPlan};
@@ -66,6 +66,11 @@ impl Attention {
             scores: plan.scores,
             output_gate: plan.output_gate,
         })
+    }
+
+    /// Returns whether decoding can read pages that rows share once.
+    pub(crate) fn shares_reads(&self) -> bool {
+        PagedBatch::can_share_reads(self.head_dim, &self.scores)
     }
 
     /// Splits each head in `[N, heads * 2 * head_dim]` into its first and second half.

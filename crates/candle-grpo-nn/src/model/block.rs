@@ -122,6 +122,11 @@ impl Block {
         matches!(self.tokens.mixer, TokenMixer::GatedDelta(_))
     }
 
+    /// Returns whether the token mixer is an attention that can read pages that rows share once.
+    pub(crate) fn shares_reads(&self) -> bool {
+        matches!(&self.tokens.mixer, TokenMixer::Attention(attention) if attention.shares_reads())
+    }
+
     /// Returns whether decoding steps with this number of rows only use the GPU's stream: there is
     /// no recurrent state, and experts need no wait.
     #[cfg(feature = "cuda")]

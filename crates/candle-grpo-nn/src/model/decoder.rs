@@ -307,6 +307,11 @@ impl Decoder {
         self.blocks.iter().any(Block::has_state)
     }
 
+    /// Returns whether the attention of a block can read pages that rows share once.
+    pub(crate) fn shares_reads(&self) -> bool {
+        self.blocks.iter().any(Block::shares_reads)
+    }
+
     /// Returns whether decoding steps with this number of rows can be recorded.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_recordable(&self, rows: usize) -> bool {

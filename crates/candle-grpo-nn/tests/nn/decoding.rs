@@ -359,6 +359,49 @@ fn steps_of_a_group_equal_those_of_single_sequences(
     Ok(())
 }
 
+/// Rows that share the pages of a prompt, and rows that do not, take the same recording, unless the
+/// kernels read these pages once.
+#[rstest]
+#[case::no_kernel(4, 1)]
+#[case::kernel(8, 2)]
+fn shared_pages_need_recordings_where_they_are_read_once(
+    #[case] head_dim: usize,
+    #[case] expected: u64,
+) -> Result<()> {
+    if device().is_cpu() {
+        return Ok(());
+    }
+    let config = DecoderConfig {
+        head_dim: Some(head_dim),
+        max_position_embeddings: 300,
+        num_hidden_layers: 1,
+        ..config(true)
+    };
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let mut cache = cache(&config, DType::F32)?;
+    let prompt: Vec<u32> = (0..240).map(|at| at % 13).collect();
+    let of_all = cache.add();
+    decoder.next_logits(&[(of_all, &prompt)], &mut cache)?;
+    let forks = (0..20)
+        .map(|_| cache.fork(of_all))
+        .collect::<Result<Vec<_>>>()?;
+    let others: Vec<_> = (0..20).map(|_| cache.add()).collect();
+    for id in &others {
+        decoder.next_logits(&[(*id, &prompt)], &mut cache)?;
+    }
+    let before = CudaCalls::now();
+    for token in [[0], [1], [2]] {
+        for ids in [&forks, &others] {
+            let new: Vec<_> = ids.iter().map(|id| (*id, &token[..])).collect();
+            decoder.next_logits(&new, &mut cache)?;
+        }
+    }
+    if let Some((before, now)) = before.zip(CudaCalls::now()) {
+        assert_eq!((now - before).recordings, expected);
+    }
+    Ok(())
+}
+
 /// Two mixtures of five experts, with sizes that do not fill the kernels' fragments.
 fn mixture(norm_topk_prob: bool) -> DecoderConfig {
     DecoderConfig {

@@ -14,9 +14,6 @@ use crate::{HeadTransform, Scores, cuda_memory};
 /// Maximum head width.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// Maximum head width for units.
-const MAX_UNIT_HEAD_DIM: usize = 128;
-
 /// Spans per part of a row or a unit, as in the kernel.
 const PART: usize = 16;
 /// Maximum rows in a unit.
@@ -64,6 +61,8 @@ struct Numbers {
     /// The largest number of spans in a row.
     longest: usize,
     units: Vec<Unit>,
+    /// By row, the number of spans that its unit reads.
+    shared: Vec<usize>,
 }
 
 /// Rows that begin with the same visible spans. One block reads these for all rows.
@@ -108,8 +107,8 @@ impl Unit {
 }
 
 impl Numbers {
-    /// Neighboring rows with the same spans share them.
-    fn new(slots: &[PageSlot], rows: &[PagedRow]) -> Result<Self> {
+    /// Neighboring rows with the same spans share them. There are units if `shares_reads`.
+    fn new(slots: &[PageSlot], rows: &[PagedRow], shares_reads: bool) -> Result<Self> {
         let (mut pages, mut firsts) = (Vec::new(), Vec::new());
         let (mut begins, mut ends) = (Vec::with_capacity(3 * rows.len()), Vec::new());
         let (mut begin, mut longest) = (0, 0);
@@ -137,33 +136,35 @@ impl Numbers {
         }
         let slots = slots.iter();
         let slots = slots.map(|slot| number(slot.page * PAGE + slot.position));
+        let units = if shares_reads {
+            Unit::all(rows)
+        } else {
+            Vec::new()
+        };
+        let mut shared = vec![0; rows.len()];
+        for unit in &units {
+            for row in &unit.rows {
+                shared[*row] = unit.spans;
+            }
+        }
         Ok(Self {
             slots: slots.collect::<Result<_>>()?,
             rows: begins,
             pages,
             firsts,
             longest,
-            units: Unit::all(rows),
+            units,
+            shared,
         })
-    }
-
-    /// By row, the number of spans that its unit reads.
-    fn shared(&self) -> Vec<usize> {
-        let mut shared = vec![0; self.rows.len() / 3];
-        for unit in &self.units {
-            for row in &unit.rows {
-                shared[*row] = unit.spans;
-            }
-        }
-        shared
     }
 
     /// By row, the number of spans that it reads alone.
     fn own(&self) -> impl Iterator<Item = usize> {
         let (begins, ends) = self.rows.split_at(self.rows.len() / 3);
         let spans = begins.iter().zip(ends).map(|(begin, end)| end - begin);
-        let shared = self.shared().into_iter();
-        spans.zip(shared).map(|(all, shared)| all as usize - shared)
+        spans
+            .zip(&self.shared)
+            .map(|(all, shared)| all as usize - shared)
     }
 
     fn size(&self) -> StepSize {
@@ -191,8 +192,8 @@ impl Numbers {
     fn concat(mut self, size: StepSize) -> Result<Vec<u32>> {
         let mut of_units = Vec::new();
         if let Some(UnitSize { units, .. }) = size.units {
-            for spans in self.shared() {
-                of_units.push(number(spans)?);
+            for spans in &self.shared {
+                of_units.push(number(*spans)?);
             }
             let (mut members, mut starts) = (Vec::new(), vec![0]);
             for unit in &self.units {
@@ -215,8 +216,13 @@ impl Numbers {
 
 impl Tables {
     /// Copies all tables to the device at once.
-    pub(crate) fn new(slots: &[PageSlot], rows: &[PagedRow], device: &Device) -> Result<Self> {
-        let numbers = Numbers::new(slots, rows)?;
+    pub(crate) fn new(
+        slots: &[PageSlot],
+        rows: &[PagedRow],
+        shares_reads: bool,
+        device: &Device,
+    ) -> Result<Self> {
+        let numbers = Numbers::new(slots, rows, shares_reads)?;
         let size = numbers.size();
         let all = numbers.concat(size)?;
         let all = if all.is_empty() {
@@ -305,7 +311,8 @@ pub struct StepTables {
 }
 
 impl StepTables {
-    /// Builds a step's tables. Row i writes to slot i.
+    /// Builds a step's tables. Row i writes to slot i. For `shares_reads`, see
+    /// [`PagedBatch::new`]; without it, there are fewer sizes.
     ///
     /// # Errors
     ///
@@ -315,6 +322,7 @@ impl StepTables {
         positions: &[u32],
         slots: &[PageSlot],
         rows: &[PagedRow],
+        shares_reads: bool,
     ) -> Result<Self> {
         if [tokens.len(), positions.len(), slots.len()] != [rows.len(); 3] {
             bail!(
@@ -325,7 +333,7 @@ impl StepTables {
                 rows.len()
             );
         }
-        let tables = Numbers::new(slots, rows)?;
+        let tables = Numbers::new(slots, rows, shares_reads)?;
         Ok(Self {
             size: tables.size().rounded_up(),
             tokens_and_positions: [tokens, positions].concat(),
@@ -797,14 +805,10 @@ impl Attention<'_> {
     }
 }
 
-/// Returns whether units read the spans that rows share. They load 16 bytes at a time, and know no
-/// window and no cap.
+/// Returns whether units read the spans that rows share.
 fn reads_units(query: &Tensor, head_dim: usize, scores: &Scores) -> bool {
     let offset = query.layout().start_offset() * query.dtype().size_in_bytes();
-    head_dim <= MAX_UNIT_HEAD_DIM
-        && head_dim.is_multiple_of(8)
-        && offset.is_multiple_of(16)
-        && scores.kernel_options().is_none()
+    offset.is_multiple_of(16) && PagedBatch::can_share_reads(head_dim, scores)
 }
 
 #[cfg(test)]
@@ -845,7 +849,7 @@ mod tests {
         let spans: Vec<_> = (0..64).flat_map(|_| group(8, 16, 16, &mut page)).collect();
         let rows = all_visible(&spans);
         assert_eq!((rows.len(), rows[0].visible), (512, 512));
-        let numbers = Numbers::new(&[], &rows)?;
+        let numbers = Numbers::new(&[], &rows, true)?;
         let shared = numbers.units.iter().map(|unit| unit.spans).sum::<usize>();
         let own = numbers.own().sum::<usize>();
         assert_eq!((shared, own), (64 * 16, 512 * 16));
@@ -858,6 +862,11 @@ mod tests {
             shared_parts: 1,
         };
         assert_eq!(numbers.size().units, Some(size));
+        let alone = Numbers::new(&[], &rows, false)?;
+        assert_eq!(
+            (alone.size().units, alone.own().sum::<usize>()),
+            (None, 512 * 32)
+        );
         Ok(())
     }
 
@@ -911,7 +920,7 @@ mod tests {
             };
             rows.len()
         ];
-        let numbers = Numbers::new(&slots, &rows)?;
+        let numbers = Numbers::new(&slots, &rows, true)?;
         let (exact, size) = (numbers.size(), numbers.size().rounded_up());
         let units = |units, rows, own_parts, shared_parts| UnitSize {
             units,
@@ -922,7 +931,7 @@ mod tests {
         assert_eq!(exact.units, Some(units(3, 9, 2, 3)));
         assert_eq!(size.units, Some(units(4, 16, 2, 4)));
         for size in [exact, size] {
-            let all = Numbers::new(&slots, &rows)?.concat(size)?;
+            let all = Numbers::new(&slots, &rows, true)?.concat(size)?;
             assert_eq!(all.len(), size.entries());
         }
         let all = numbers.concat(size)?;

@@ -17,6 +17,9 @@ use crate::{HeadTransform, Scores, check, path};
 /// Positions per page: a multiple of every vector width.
 pub const PAGE: usize = 16;
 
+/// Maximum head width of the kernels that read spans for several rows.
+const MAX_SHARED_HEAD_DIM: usize = 128;
+
 /// Keys and values for one layer, in pages with [`PAGE`] positions each
 /// (<https://arxiv.org/abs/2309.06180>).
 ///
@@ -82,14 +85,22 @@ pub struct PagedBatch<'a> {
 impl<'a> PagedBatch<'a> {
     /// Returns a batch for pages on `device`. The slots must be distinct; this is not checked.
     ///
+    /// With `shares_reads`, an attention that [can](Self::can_share_reads) reads spans that rows
+    /// share once. On the CPU, all attention does.
+    ///
     /// # Errors
     ///
     /// Fails if a position is not in a page, or if a row has no visible position or more than its
     /// spans.
-    pub fn new(slots: &'a [PageSlot], rows: &'a [PagedRow<'a>], device: &Device) -> Result<Self> {
+    pub fn new(
+        slots: &'a [PageSlot],
+        rows: &'a [PagedRow<'a>],
+        shares_reads: bool,
+        device: &Device,
+    ) -> Result<Self> {
         let pages = Self::check(slots, rows)?;
         #[cfg(not(feature = "cuda"))]
-        let _ = device;
+        let _ = (device, shares_reads);
         Ok(Self {
             slots,
             rows,
@@ -97,9 +108,18 @@ impl<'a> PagedBatch<'a> {
             #[cfg(feature = "cuda")]
             tables: device
                 .is_cuda()
-                .then(|| cuda::Tables::new(slots, rows, device))
+                .then(|| cuda::Tables::new(slots, rows, shares_reads, device))
                 .transpose()?,
         })
+    }
+
+    /// Returns whether attention with heads of this width and these scores can read spans that rows
+    /// share once on a GPU. Its blocks load 16 bytes at a time, and know no window and no cap.
+    pub fn can_share_reads(head_dim: usize, scores: &Scores) -> bool {
+        head_dim <= MAX_SHARED_HEAD_DIM
+            && head_dim.is_multiple_of(8)
+            && scores.window.is_none()
+            && scores.cap.is_none()
     }
 
     /// Like [`Self::new`], with existing tables.
@@ -435,7 +455,7 @@ impl KeyValuePages {
 /// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
 /// let slots = [PageSlot { page: 0, position: 0 }];
 /// let rows = [PagedRow { spans: &[PageSpan { page: 0, len: 1 }], visible: 1 }];
-/// let batch = PagedBatch::new(&slots, &rows, &Device::Cpu)?;
+/// let batch = PagedBatch::new(&slots, &rows, true, &Device::Cpu)?;
 /// pages.write(&x, &x, &batch)?;
 /// assert_eq!(paged_attention(&x, &pages, &batch, 0.5)?.to_vec2::<f32>()?, [[1., 2.]]);
 /// # Ok::<(), candle_core::Error>(())
