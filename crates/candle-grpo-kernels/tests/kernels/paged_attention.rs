@@ -8,7 +8,8 @@ use candle_grpo_kernels::{
     Scores, attention, composed, cuda_memory, paged_attention, rms_norm, rope,
 };
 use candle_grpo_test_support::{
-    CudaCalls, assert_close, cases, device, devices, message, numbers, with_failing_calls,
+    CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, message, noise_tensor,
+    numbers, with_failing_calls,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -676,5 +677,45 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(write(&y, &y, 0, PAGE).contains("slots[0]: position 16, must be below 16"));
     assert!(write(&y, &x, 0, 0).contains("value: shape [1, 8], must be [1, 4]"));
     assert!(message(KeyValuePages::new(1, 1, 0, DType::F32, &Device::Cpu)).contains("head_dim: 0"));
+    Ok(())
+}
+
+/// Rows of a prompt with 32 pages and of 20 pages of their own: two parts that they share, and two
+/// of their own, or alone four parts, of which the last one is short.
+#[rstest]
+#[case::shared(true)]
+#[case::alone(false)]
+fn partial_results_take_the_counted_bytes(#[case] shares_reads: bool) -> Result<()> {
+    let Some(_) = cuda_peak_bytes().filter(|_| device().is_cuda()) else {
+        return Ok(());
+    };
+    let (rows, heads, head_dim) = (20, 4, 64);
+    let (prompt, own) = (32 * PAGE, 20 * PAGE);
+    let pages = KeyValuePages::new(32 + 20 * rows, 2, head_dim, DType::F32, device())?;
+    let span = |page| PageSpan { page, len: PAGE };
+    let spans = (0..rows).map(|row| {
+        let own = 32 + 20 * row..32 + 20 * (row + 1);
+        (0..32).chain(own).map(span).collect::<Vec<_>>()
+    });
+    let spans: Vec<_> = spans.collect();
+    let all: Vec<_> = spans
+        .iter()
+        .map(|spans| PagedRow {
+            spans,
+            visible: prompt + own,
+        })
+        .collect();
+    let batch = PagedBatch::new(&[], &all, shares_reads, device())?;
+    let query = noise_tensor((rows, heads * head_dim), 1, DType::F32, device())?;
+    let attend = || paged_attention(&query, &pages, &batch, 0.125);
+    attend()?;
+    cuda_peak_bytes();
+    let used = cuda_peak_bytes();
+    let y = attend()?;
+    let bytes = cuda_peak_bytes().zip(used).map(|(peak, used)| peak - used);
+    let result = (y.elem_count() * size_of::<f32>()) as u64;
+    let partial = PagedBatch::partial_bytes((rows, heads), head_dim, (prompt, own)) as u64;
+    assert_eq!(partial, (rows * heads * 4 * (head_dim + 2) * 4) as u64);
+    assert_eq!(bytes, Some(partial + result));
     Ok(())
 }

@@ -7,6 +7,9 @@ mod paged_cache;
 mod recorded_steps;
 mod sequences;
 
+/// Recorded steps have fewer than this many rows more than sequences, so that fewer sizes occur.
+pub(crate) const MORE_ROWS: usize = 16;
+
 pub(crate) use packed_weights::PackedWeights;
 pub use paged_cache::{PagedCache, SequenceId};
 pub(crate) use paged_cache::{pages_for, pages_in_place};

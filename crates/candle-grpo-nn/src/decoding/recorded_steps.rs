@@ -8,6 +8,7 @@ use candle_grpo_kernels::{
     PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory, with_room,
 };
 
+use crate::decoding::MORE_ROWS;
 use crate::model::pass::{Context, Pass};
 use crate::model::routes::{RouterChoice, Routes};
 use crate::{Decoder, DividedModel, LanguageModel, PagedCache};
@@ -103,7 +104,7 @@ impl RecordedSteps {
         let n = new.rows.len();
         // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
         // its slot, up to rounding in their products.
-        let more = with_room(n, 16) - n;
+        let more = with_room(n, MORE_ROWS) - n;
         if !decoder.is_recordable(n + more) {
             return Ok(None);
         }

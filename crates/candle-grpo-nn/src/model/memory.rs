@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Result, Shape};
-use candle_grpo_kernels::{PAGE, PackedWeight, TensorStack, rows_without_rest};
+use candle_grpo_kernels::{
+    PAGE, PackedWeight, PagedBatch, TensorStack, rows_without_rest, with_room,
+};
 
 use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
 };
-use crate::decoding::{pages_for, pages_in_place};
+use crate::decoding::{MORE_ROWS, pages_for, pages_in_place};
 use crate::weights::base_weights::FrozenForm;
 use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig, LoraConfig};
 
@@ -132,6 +134,26 @@ impl DecoderConfig {
         // The block's input, the change to it, and a mixer's input and output.
         let hidden = 4 * self.hidden_size;
         tokens * (hidden + mixers.max().unwrap_or(0)) * dtype.size_in_bytes()
+    }
+
+    /// Bytes on a GPU for the tensors of a decoding step with `rows` completions, at its peak.
+    /// Their prompts have `prompt` tokens each, and they have `response` tokens each.
+    pub fn step_bytes(
+        &self,
+        rows: usize,
+        (prompt, response): (usize, usize),
+        dtype: DType,
+    ) -> usize {
+        let rows = with_room(rows, MORE_ROWS);
+        let of_block = |block: BlockPlan| match &block.tokens.mixer {
+            TokenMixerPlan::Attention(plan) => {
+                let heads = plan.output.inputs / plan.head_dim;
+                PagedBatch::partial_bytes((rows, heads), plan.head_dim, (prompt, response))
+            }
+            TokenMixerPlan::GatedDelta(_) => 0,
+        };
+        let partial = self.architecture().blocks.into_iter().map(of_block).max();
+        self.forward_bytes(rows, dtype) + partial.unwrap_or(0)
     }
 
     /// Bytes for a cache with `groups` prompts, `prompt` tokens each, and `group_size` completions

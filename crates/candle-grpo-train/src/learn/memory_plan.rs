@@ -456,7 +456,11 @@ impl Draws<'_> {
         let logits = |rows: usize| rows * model.vocab_size * 4;
         // Those after the prompts are concatenated.
         let begun = logits(groups) + prefill.max(logits(groups));
-        cache + begun.max(logits(drawn)) + products()
+        let mut step = logits(drawn);
+        if cuda_is_enabled() {
+            step = step.max(model.step_bytes(drawn, lengths, dtype));
+        }
+        cache + begun.max(step) + products()
     }
 
     /// Returns whether the batch is long enough for copies of weights to draw from.

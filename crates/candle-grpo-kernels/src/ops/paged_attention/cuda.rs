@@ -4,18 +4,13 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow, groups};
+use super::{KeyValuePages, PAGE, PART, PageSlot, PagedBatch, PagedRow, groups, partial_elements};
 use crate::cpu::with_element;
 use crate::cuda::in_place::write as write_in_place;
 use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 use crate::{HeadTransform, Scores, cuda_memory};
 
-/// Maximum head width.
-pub(crate) const MAX_HEAD_DIM: usize = 256;
-
-/// Spans per part of a row or a unit, as in the kernel.
-const PART: usize = 16;
 /// Maximum rows in a unit.
 const UNIT_ROWS: usize = 32;
 /// Fewest span reads that units must save. With eight key heads of 128 elements in bf16, these are
@@ -572,7 +567,7 @@ pub(crate) fn attend(
         // that they have written.
         #[allow(unsafe_code)]
         let (mut y, mut partial) = unsafe {
-            let partial = if parts > 1 { n * heads * parts * (head_dim + 2) } else { 0 };
+            let partial = partial_elements((n, heads), head_dim, parts);
             (alloc::<T>(device, n * width)?, alloc::<f32>(device, partial)?)
         };
         if let Some(units) = attention.units {

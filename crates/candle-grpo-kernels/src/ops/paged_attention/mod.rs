@@ -17,6 +17,12 @@ use crate::{HeadTransform, Scores, check, path};
 /// Positions per page: a multiple of every vector width.
 pub const PAGE: usize = 16;
 
+/// Spans per part of a row, as in the kernels. The parts of a row are computed apart, and merged.
+const PART: usize = 16;
+
+/// Maximum head width of the kernels.
+const MAX_HEAD_DIM: usize = 256;
+
 /// Maximum head width of the kernels that read spans for several rows.
 const MAX_SHARED_HEAD_DIM: usize = 128;
 
@@ -82,6 +88,16 @@ pub struct PagedBatch<'a> {
     pub(crate) tables: Option<cuda::Tables>,
 }
 
+/// Number of elements for `parts` parts of each row and head: a sum, a maximum and a sum of weights
+/// each. A single part is the result.
+fn partial_elements((rows, heads): (usize, usize), head_dim: usize, parts: usize) -> usize {
+    if parts > 1 {
+        rows * heads * parts * (head_dim + 2)
+    } else {
+        0
+    }
+}
+
 impl<'a> PagedBatch<'a> {
     /// Returns a batch for pages on `device`. The slots must be distinct; this is not checked.
     ///
@@ -120,6 +136,23 @@ impl<'a> PagedBatch<'a> {
             && head_dim.is_multiple_of(8)
             && scores.window.is_none()
             && scores.cap.is_none()
+    }
+
+    /// The most bytes that attention on a GPU takes beside its result: the parts of rows that begin
+    /// with `prompt` positions, which they may share, and have `response` positions of their own.
+    /// Recorded steps have as many parts as their tables, which are rounded up.
+    pub fn partial_bytes(
+        (rows, heads): (usize, usize),
+        head_dim: usize,
+        (prompt, response): (usize, usize),
+    ) -> usize {
+        if head_dim > MAX_HEAD_DIM {
+            return 0;
+        }
+        let [shared, own] = [prompt, response].map(|positions| positions.div_ceil(PAGE));
+        let parts = |spans: usize| spans.div_ceil(PART).next_power_of_two();
+        let most = parts(shared + own).max(parts(shared) + parts(own));
+        partial_elements((rows, heads), head_dim, most) * size_of::<f32>()
     }
 
     /// Like [`Self::new`], with existing tables.
@@ -208,7 +241,7 @@ impl KeyValuePages {
         #[cfg(feature = "cuda")]
         if device.is_cuda()
             && path::fuses(dtype, device)
-            && head_dim <= cuda::MAX_HEAD_DIM
+            && head_dim <= MAX_HEAD_DIM
             && let Some(mapped) = cuda::reserve(kv_heads, head_dim, dtype, device)?
         {
             let mut new = Self {
@@ -411,7 +444,7 @@ impl KeyValuePages {
     fn is_fused_on_cuda(&self) -> bool {
         self.keys.device().is_cuda()
             && path::is_fused(&self.keys)
-            && self.keys.dims()[3] <= cuda::MAX_HEAD_DIM
+            && self.keys.dims()[3] <= MAX_HEAD_DIM
     }
 
     pub(crate) fn keys(&self) -> &Tensor {
