@@ -426,6 +426,53 @@ fn rows_of_one_prompt_equal_rows_alone(
     Ok(())
 }
 
+/// Values of -1 and 1 cancel, so that a sum over some 640 weights is far below 1. Weights rounded
+/// to bf16 would be wrong by up to 2^-9 of them, and such sums by up to 1e-4.
+#[rstest]
+#[case::bf16(DType::BF16, 2e-5)]
+#[case::f16(DType::F16, 2e-6)]
+fn the_weights_of_rows_of_one_prompt_are_not_rounded(
+    #[case] dtype: DType,
+    #[case] tolerance: f64,
+) -> Result<()> {
+    let device = device();
+    let (spans, count) = spans_of_prompts(&[[8, 40]]);
+    let rows: Vec<PagedRow> = spans
+        .iter()
+        .map(|spans| PagedRow {
+            spans,
+            visible: spans.iter().map(|span| span.len).sum(),
+        })
+        .collect();
+    let slots: Vec<PageSlot> = (0..count * PAGE)
+        .map(|at| PageSlot {
+            page: at / PAGE,
+            position: at % PAGE,
+        })
+        .collect();
+    let key = noisy(&[count * PAGE, 64], 1, dtype)?;
+    let value = noisy(&[count * PAGE, 64], 2, dtype)?.sign()?;
+    let query = noisy(&[rows.len(), 2 * 64], 3, dtype)?;
+    let attend = |dtype: DType, device: &Device| {
+        let pages = KeyValuePages::new(count, 1, 64, dtype, device)?;
+        let [query, key, value] =
+            [&query, &key, &value].map(|x| x.to_dtype(dtype)?.to_device(device));
+        pages.write(&key?, &value?, &PagedBatch::new(&slots, &[], true, device)?)?;
+        let batch = PagedBatch::new(&[], &rows, true, device)?;
+        paged_attention(&query?, &pages, &batch, 0.005)
+    };
+    let exact = numbers(&attend(DType::F64, &Device::Cpu)?)?;
+    let found = numbers(&attend(dtype, device)?)?;
+    for (found, exact) in found.iter().zip(&exact) {
+        let most = tolerance + rounding(dtype) * exact.abs();
+        assert!(
+            (found - exact).abs() <= most,
+            "{found}, must be {exact} within {most}"
+        );
+    }
+    Ok(())
+}
+
 #[test]
 fn growing_keeps_the_content_of_pages() -> Result<()> {
     for device in devices() {
