@@ -10,7 +10,7 @@ use candle_grpo::config::{
 use candle_grpo::kernels::CpuInstructions;
 use candle_grpo::nn::{DecoderConfig, RopeScaling};
 use candle_grpo::report::Run;
-use candle_grpo::run::{RankPlans, RunMemory, RunPrompts, sft_memory_plans};
+use candle_grpo::run::{RankPlans, RunMemory, RunPrompts, sft_memory};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::{MemoryPlan, ReferenceRefresh};
 use candle_grpo::train::sft::{SftDataset, marked_text};
@@ -419,11 +419,14 @@ fn print_rows(
             writeln!(out, "  {line}")?;
         }
     }
-    let plans = sft_memory_plans(run, &pretrained.model, dataset, ranks);
-    let (plan, of_ranks) = plans.map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let memory = sft_memory(run, &pretrained.model, dataset, ranks);
+    let memory = memory.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let size = format!("rows of up to {} tokens", rows.longest_kept());
-    print_plan(&plan, &size, out)?;
-    print_shardings(&of_ranks, out)
+    print_plan(&memory.plan, &size, out)?;
+    if let Some(excess) = &memory.excess {
+        writeln!(out, "  This is {excess}.")?;
+    }
+    print_shardings(&memory.of_ranks, out)
 }
 
 /// The largest number of tokens shown for a row.

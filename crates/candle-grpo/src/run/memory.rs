@@ -151,36 +151,26 @@ impl<'a> RunMemory<'a> {
     /// memory: `None` if it fits, or if the free memory is unknown.
     pub fn advice(&self, plan: &MemoryPlan) -> Option<String> {
         let budget = self.budget?;
-        let more = match self.more_than_host(plan) {
-            Some(more) => more,
-            None if plan.peak() > budget.bytes => format!("more than {budget}"),
-            None => return None,
-        };
+        let more = self
+            .more_than_host(plan)
+            .or_else(|| more_than_device(plan, budget))?;
         let plan = |train: &TrainConfig| self.plan(train);
         let changes = self.fit(budget, &plan).smallest_change(&self.run.train);
         Some(format!("{more}; {}", advice(changes)))
     }
 
-    /// Says that a plan takes too much main memory beside a GPU, if it does.
     fn more_than_host(&self, plan: &MemoryPlan) -> Option<String> {
-        let free = self.host_bytes.filter(|&free| plan.host > free)?;
-        let (host, free) = (plan.host >> 20, free >> 20);
         let train = &self.run.train;
         let critic = train.critic.as_ref().map(|critic| &critic.optimizer);
-        let on_host = |optimizer: &AdamWConfig| optimizer.memory == StateMemory::Host;
         let keys = [
-            (on_host(&train.optimizer), "optimizer.memory: host"),
-            (critic.is_some_and(on_host), "critic.optimizer.memory: host"),
+            (is_on_host(&train.optimizer), "optimizer.memory: host"),
+            (
+                critic.is_some_and(is_on_host),
+                "critic.optimizer.memory: host",
+            ),
             (train.activation_offloading, "activation_offloading: true"),
         ];
-        let keys: Vec<&str> = keys
-            .into_iter()
-            .filter_map(|(is_set, key)| is_set.then_some(key))
-            .collect();
-        Some(format!(
-            "{host} MiB of main memory ({}), more than {free} MiB ({USED_PERCENT}% of the free memory)",
-            keys.join(", ")
-        ))
+        more_than_host(plan, self.host_bytes, &keys)
     }
 
     fn fit<'f>(
@@ -198,19 +188,56 @@ impl<'a> RunMemory<'a> {
     }
 }
 
-/// Returns the plan of a supervised run on `dataset`, on this process's device, as
-/// [`RunMemory::plan`] does, and those of what its ranks can divide. There are as many ranks as in
-/// the job, or `ranks`.
+/// Says that a plan takes too much main memory beside a GPU, if it does, with those of the keys
+/// that are set.
+fn more_than_host(
+    plan: &MemoryPlan,
+    host_bytes: Option<usize>,
+    keys: &[(bool, &str)],
+) -> Option<String> {
+    let free = host_bytes.filter(|&free| plan.host > free)?;
+    let (host, free) = (plan.host >> 20, free >> 20);
+    let keys = keys
+        .iter()
+        .filter_map(|(is_set, key)| is_set.then_some(*key));
+    let keys = keys.collect::<Vec<_>>().join(", ");
+    Some(format!(
+        "{host} MiB of main memory ({keys}), more than {free} MiB ({USED_PERCENT}% of the free memory)"
+    ))
+}
+
+/// Says that a plan takes too much memory of the device, if it does.
+fn more_than_device(plan: &MemoryPlan, budget: MemoryBudget) -> Option<String> {
+    (plan.peak() > budget.bytes).then(|| format!("more than {budget}"))
+}
+
+fn is_on_host(optimizer: &AdamWConfig) -> bool {
+    optimizer.memory == StateMemory::Host
+}
+
+/// The memory of a supervised run.
+#[derive(Debug, Clone)]
+pub struct SftMemory {
+    /// The plan on this process's device, as in [`RunMemory::plan`].
+    pub plan: MemoryPlan,
+    /// Says what does not fit. `None` if all does, or if the free memory is unknown.
+    pub excess: Option<String>,
+    /// The plans of what several ranks can divide.
+    pub of_ranks: RankPlans,
+}
+
+/// Returns the memory of a supervised run on `dataset`. There are as many ranks as in the job, or
+/// `ranks`.
 ///
 /// # Errors
 ///
 /// Returns an error if the settings are not valid, or a GGUF file cannot be read.
-pub fn sft_memory_plans(
+pub fn sft_memory(
     run: &SftRunConfig,
     model: &DecoderConfig,
     dataset: &SftDataset,
     ranks: Option<usize>,
-) -> Result<(MemoryPlan, RankPlans)> {
+) -> Result<SftMemory> {
     let process = ThisProcess::new(run, ranks)?;
     let longest = dataset.train.longest_kept();
     let plan = |sft: &SftConfig| {
@@ -231,12 +258,25 @@ pub fn sft_memory_plans(
     // The run does not need to know the free memory.
     let budget = MemoryBudget::of(None, process.ranks).ok().flatten();
     let host_bytes = MemoryBudget::of_host(process.ranks);
-    let plans = RankPlans {
-        plans,
-        budget,
-        host_bytes,
-    };
-    Ok((plan(&run.sft)?, plans))
+    let plan = plan(&run.sft)?;
+    let keys = [
+        (is_on_host(&run.sft.optimizer), "sft.optimizer.memory: host"),
+        (
+            run.sft.activation_offloading,
+            "sft.activation_offloading: true",
+        ),
+    ];
+    let excess =
+        more_than_host(&plan, host_bytes, &keys).or_else(|| more_than_device(&plan, budget?));
+    Ok(SftMemory {
+        plan,
+        excess,
+        of_ranks: RankPlans {
+            plans,
+            budget,
+            host_bytes,
+        },
+    })
 }
 
 /// The plans of what the ranks of a job can divide.
@@ -455,6 +495,31 @@ pub fn recorded_micro_batch_tokens(run_dir: &Path) -> Option<usize> {
 mod tests {
     use super::*;
     use rstest::rstest;
+
+    #[rstest]
+    #[case::fits(Some(8), None)]
+    #[case::unknown(None, None)]
+    #[case::too_large(
+        Some(7),
+        Some(
+            "8 MiB of main memory (sft.optimizer.memory: host), more than 7 MiB (95% of the free memory)"
+        )
+    )]
+    fn main_memory_that_is_missing_is_named_with_the_keys_that_take_it(
+        #[case] free_mib: Option<usize>,
+        #[case] expected: Option<&str>,
+    ) {
+        let plan = MemoryPlan {
+            host: 8 << 20,
+            ..MemoryPlan::default()
+        };
+        let keys = [
+            (true, "sft.optimizer.memory: host"),
+            (false, "sft.activation_offloading: true"),
+        ];
+        let found = more_than_host(&plan, free_mib.map(|mib| mib << 20), &keys);
+        assert_eq!(found.as_deref(), expected);
+    }
 
     /// Peaks of 30, 20, 10 and 5 MiB.
     #[rstest]

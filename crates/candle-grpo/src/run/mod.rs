@@ -18,7 +18,7 @@ pub use engine::{adapter_engine, engine};
 pub use evaluation::evaluate_policy;
 pub use folder::Start;
 pub use hub::{check_upload, locate, locate_files, upload};
-pub use memory::{RankPlans, RunMemory, recorded_micro_batch_tokens, sft_memory_plans};
+pub use memory::{RankPlans, RunMemory, SftMemory, recorded_micro_batch_tokens, sft_memory};
 pub use model::{
     clock_of_run, device, load_base, load_model, load_model_without_weights, load_policy,
     load_policy_on_ranks, model_path,

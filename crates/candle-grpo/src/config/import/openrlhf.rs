@@ -7,7 +7,7 @@ use super::report::{OtherDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    dtype, files, period, rules,
+    SMALL_STATE, dtype, files, period, rules, state_memory,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -44,6 +44,7 @@ const OLD: &[(&str, &str)] = &[
     ("actor_learning_rate", "actor.adam.lr"),
     ("critic_learning_rate", "critic.adam.lr"),
     ("eps_clip", "actor.eps_clip"),
+    ("adam_offload", "ds.adam_offload"),
     ("save_path", "ckpt.output_dir"),
     ("save_steps", "ckpt.save_steps"),
     ("gamma", "algo.advantage.gamma"),
@@ -112,6 +113,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "algo.dynamic_filtering_enable": NoMeaning("it is off");
     "ds.param_dtype": Convert("compute_dtype", dtype);
     "ds.load_in_4bit": Set("base_weights", "");
+    "ds.adam_offload": Convert("optimizer.memory", state_memory);
     "ds.lora.rank": NoMeaning("it is 0");
     "ds.lora.alpha": NoMeaning("ds.lora.rank is 0");
     "ds.lora.target_modules": NoMeaning("ds.lora.rank is 0");
@@ -360,6 +362,7 @@ fn lengths(file: &mut Translation<'_>) {
         file.used("reward.overlong_buffer_len", place, penalty);
     }
     if file.number("ds.lora.rank").unwrap_or(0.) > 0. {
+        file.no_meaning("ds.adam_offload", SMALL_STATE);
         for (key, default) in [("rank", json!(0)), ("alpha", json!(16))] {
             let path = format!("ds.lora.{key}");
             let value = file.get(&path).unwrap_or(default);

@@ -49,6 +49,14 @@ pub(super) const DATA: &str = "rows are read as they are";
 pub(super) const PENALTY: &str = "a penalty changes the distribution of tokens";
 pub(super) const ENVIRONMENT: &str = "an environment is a program here (docs/environments.md)";
 
+/// Where the optimizer's state is, given whether it is in main memory.
+pub(super) fn state_memory(value: &Value) -> Option<Value> {
+    Some(json!(if value.as_bool()? { "host" } else { "device" }))
+}
+
+/// Why it stays on the device under adapters.
+pub(super) const SMALL_STATE: &str = "the state of adapters stays on the device";
+
 /// A period in steps: none for a number that is not positive.
 pub(super) fn period(value: &Value) -> Option<Value> {
     let steps = value.as_f64()?;

@@ -7,7 +7,7 @@ use super::report::{OtherDefault, Sizes};
 use super::rules::{
     DATA, ENVIRONMENT, MEMORY, METRICS, RANKS,
     Rule::{self, Convert, NoMeaning, Set, To, Unless},
-    dtype, files, from_minus_one, period, rules,
+    SMALL_STATE, dtype, files, from_minus_one, period, rules, state_memory,
 };
 use super::translation::{Translation, count};
 use super::{Import, System};
@@ -57,6 +57,7 @@ pub(super) const RULES: &[(&str, Rule)] = rules! {
     "actor_rollout_ref.actor.shuffle": Unless("false", "mini-batches keep the order of the step");
     "actor_rollout_ref.actor.router_replay.mode": Unless("\"disabled\"", "set router_replay");
     "actor_rollout_ref.actor.policy_loss": NoMeaning("it is an option of another loss_mode");
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": Convert("optimizer.memory", state_memory);
     "actor_rollout_ref.actor.fsdp_config": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.megatron": NoMeaning(MEMORY);
     "actor_rollout_ref.actor.checkpoint": NoMeaning("checkpoints are in the run directory");
@@ -489,6 +490,7 @@ fn adapters(file: &mut Translation<'_>) {
     let key = |name: &str| format!("actor_rollout_ref.model.{name}");
     let rank = key("lora_rank");
     if file.number(&rank).unwrap_or(0.) > 0. {
+        file.no_meaning(&format!("{ACTOR}.fsdp_config.offload_policy"), SMALL_STATE);
         let value = file.get(&rank).unwrap_or_default();
         file.used(&rank, "adapters.rank", value);
         let alpha = key("lora_alpha");

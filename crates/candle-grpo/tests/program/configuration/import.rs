@@ -7,6 +7,7 @@ use candle_grpo::config::{Document, Import, RunConfig, Severity, System, Verdict
 use candle_grpo::core::selection::SampleFilter;
 use candle_grpo::core::{KlEstimator, Scale};
 use candle_grpo::loss::{Aggregation, Recipe, Surrogate};
+use candle_grpo::nn::optim::StateMemory;
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::json;
@@ -472,6 +473,26 @@ fn the_sampler_merges_the_adapters_that_verl_merges(#[case] model: &str, #[case]
     assert_eq!(train.adapters.is_some(), !model.contains("lora_rank: 0"));
 }
 
+#[rstest]
+#[case::off("{path: m}", false, StateMemory::Device)]
+#[case::on("{path: m}", true, StateMemory::Host)]
+#[case::adapters("{path: m, lora_rank: 8}", true, StateMemory::Device)]
+fn the_optimizer_is_in_main_memory_where_verl_trains_from_there(
+    #[case] model: &str,
+    #[case] offloads: bool,
+    #[case] memory: StateMemory,
+) {
+    let text = VERL
+        .replace("ESTIMATOR", "grpo")
+        .replace("{path: m}", model);
+    let fsdp =
+        format!("actor: {{fsdp_config: {{offload_policy: {offloads}, optimizer_offload: true}}, ");
+    let text = text.replace("actor: {", &fsdp);
+    let import = import(&text);
+    assert_eq!(refused(&import), Vec::<&str>::new());
+    assert_eq!(run(&import).train.optimizer.memory, memory);
+}
+
 /// CISPO clips a weight, whose bounds are ratios.
 #[test]
 fn the_clip_widths_of_cispo_in_verl_are_bounds_of_its_weight() {
@@ -606,6 +627,18 @@ fn the_options_of_openrlhf_are_those_of_the_run() {
     );
 }
 
+#[rstest]
+#[case::weights("--ds.adam_offload", StateMemory::Host)]
+#[case::adapters("--ds.adam_offload --ds.lora.rank 8", StateMemory::Device)]
+fn the_optimizer_is_in_main_memory_where_that_of_openrlhf_is(
+    #[case] options: &str,
+    #[case] memory: StateMemory,
+) {
+    let (import, run) = script(&format!("{} {options}\n", OPENRLHF.trim_end()));
+    assert_eq!(refused(&import), Vec::<&str>::new());
+    assert_eq!(run.train.optimizer.memory, memory);
+}
+
 #[test]
 fn the_example_of_the_page_about_openrlhf_is_the_same_run_on_both_sides() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/from-openrlhf.md");
@@ -628,11 +661,12 @@ fn the_example_of_the_page_about_openrlhf_is_the_same_run_on_both_sides() {
 #[test]
 fn a_flat_file_of_an_older_openrlhf_has_the_same_keys() {
     let import = import(
-        "pretrain: m\nprompt_data: d.jsonl\nn_samples_per_prompt: 4\nrollout_batch_size: 6\ntrain_batch_size: 12\nadvantage_estimator: group_norm\nmax_steps: 20\nrewards: [{kind: json}]\n",
+        "pretrain: m\nadam_offload: true\nprompt_data: d.jsonl\nn_samples_per_prompt: 4\nrollout_batch_size: 6\ntrain_batch_size: 12\nadvantage_estimator: group_norm\nmax_steps: 20\nrewards: [{kind: json}]\n",
     );
     assert_eq!(import.system, System::OpenRlhf);
     assert_eq!(refused(&import), Vec::<&str>::new());
     let run = run(&import);
+    assert_eq!(run.train.optimizer.memory, StateMemory::Host);
     assert_eq!(
         (run.train.prompts_per_step, run.train.mini_batch_size),
         (6, Some(12))
