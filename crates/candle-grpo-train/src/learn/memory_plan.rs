@@ -456,11 +456,13 @@ impl Draws<'_> {
         let logits = |rows: usize| rows * model.vocab_size * 4;
         // Those after the prompts are concatenated.
         let begun = logits(groups) + prefill.max(logits(groups));
-        let mut step = logits(drawn);
-        if cuda_is_enabled() {
-            step = step.max(model.step_bytes(drawn, lengths, dtype));
-        }
-        cache + begun.max(step) + products()
+        // Recordings keep the memory of the tensors within.
+        let step = if cuda_is_enabled() {
+            model.step_bytes(drawn, lengths, dtype)
+        } else {
+            0
+        };
+        cache + step + begun.max(logits(drawn)) + products()
     }
 
     /// Returns whether the batch is long enough for copies of weights to draw from.
