@@ -260,7 +260,7 @@ pub fn sft_memory(
     let host_bytes = MemoryBudget::of_host(process.ranks);
     let plan = plan(&run.sft)?;
     let keys = [
-        (is_on_host(&run.sft.optimizer), "sft.optimizer.memory: host"),
+        (is_on_host(&run.sft.optimizer), "optimizer.memory: host"),
         (
             run.sft.activation_offloading,
             "sft.activation_offloading: true",
@@ -502,7 +502,7 @@ mod tests {
     #[case::too_large(
         Some(7),
         Some(
-            "8 MiB of main memory (sft.optimizer.memory: host), more than 7 MiB (95% of the free memory)"
+            "8 MiB of main memory (optimizer.memory: host), more than 7 MiB (95% of the free memory)"
         )
     )]
     fn main_memory_that_is_missing_is_named_with_the_keys_that_take_it(
@@ -514,7 +514,7 @@ mod tests {
             ..MemoryPlan::default()
         };
         let keys = [
-            (true, "sft.optimizer.memory: host"),
+            (true, "optimizer.memory: host"),
             (false, "sft.activation_offloading: true"),
         ];
         let found = more_than_host(&plan, free_mib.map(|mib| mib << 20), &keys);
