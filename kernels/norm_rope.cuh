@@ -3,9 +3,11 @@
 
 #include "element.cuh"
 
-// Returns x * scale * weight, with the first product rounded to T as in a tensor.
-template <typename T> __device__ __forceinline__ float weighted_norm(float x, float scale, float weight) {
-    return to_float(from_float<T>(x * scale)) * weight;
+// Returns x * scale * weight, with the first product rounded to T as in a tensor. With an offset,
+// the factor is 1 + weight, and nothing is rounded.
+template <typename T> __device__ __forceinline__ float weighted_norm(float x, float scale, float weight, bool is_offset) {
+    const float normed = x * scale;
+    return is_offset ? normed * (1.0f + weight) : to_float(from_float<T>(normed)) * weight;
 }
 
 // Rotates the pair (a, b).

@@ -28,11 +28,11 @@ template <typename T, int HEADS> constexpr int IN_FLIGHT_OF = HEADS == 2 || (siz
 // Blocks per multiprocessor, with THREADS threads each.
 template <int HEADS> constexpr int BLOCKS = HEADS == 8 ? 1 : HEADS == 4 ? 3 : 5;
 
-// Writes one head: from[i], normed with `weight` unless it is null, and rotated unless `cos` is
-// null.
+// Writes one head: from[i], normed with `weight` unless it is null. The first `pairs` elements and
+// the next `pairs` rotate.
 template <typename T>
 __device__ __forceinline__ void write_head(const T *from, const T *weight, const float *cos, const float *sin, T *to,
-                                           int head_dim, float epsilon) {
+                                           int head_dim, int pairs, float epsilon, bool is_offset) {
     const int lane = (int)threadIdx.x;
     float scale = 0.0f;
     if (weight != nullptr) {
@@ -43,13 +43,9 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     const auto normed = [&](int i) {
         const float x = to_float(from[i]);
         if (weight == nullptr) return x;
-        return to_float(from_float<T>(weighted_norm<T>(x, scale, to_float(weight[i]))));
+        return to_float(from_float<T>(weighted_norm<T>(x, scale, to_float(weight[i]), is_offset)));
     };
-    if (cos == nullptr) {
-        for (int i = lane; i < head_dim; i += 32) to[i] = from_float<T>(normed(i));
-        return;
-    }
-    const int pairs = head_dim / 2;
+    for (int i = 2 * pairs + lane; i < head_dim; i += 32) to[i] = from_float<T>(normed(i));
     for (int i = lane; i < pairs; i += 32) {
         float a = normed(i), b = normed(i + pairs);
         rotate_pair(a, b, cos[i], sin[i]);
@@ -58,23 +54,25 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     }
 }
 
-// One warp for each head in each row: `heads` from the query, which go to `rotated`, then
-// `kv_heads` from the key and from the value, which go to the row's slot (page * PAGE + position).
+// One warp for each head in each row: `heads` from the query, `query_step` elements apart, which go
+// to `rotated`, then `kv_heads` from the key and from the value, which go to the row's slot (page *
+// PAGE + position).
 template <typename T>
 __device__ __forceinline__ void write_rows(const T *query, const T *query_weight, const T *key, const T *key_weight,
                                            const T *value, const float *cos, const float *sin, const uint32_t *slots,
                                            T *rotated, T *keys, T *values, uint32_t n, uint32_t heads, uint32_t kv_heads,
-                                           int head_dim, float epsilon) {
+                                           int query_step, int head_dim, int pairs, float epsilon, bool is_offset) {
     const uint64_t unit = (uint64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const uint32_t units = heads + 2 * kv_heads, row = (uint32_t)(unit / units);
     if (row >= n) return;
     const uint32_t head = (uint32_t)(unit % units);
     const uint64_t width = (uint64_t)head_dim;
-    const float *row_cos = cos == nullptr ? nullptr : cos + row * (width / 2);
-    const float *row_sin = sin == nullptr ? nullptr : sin + row * (width / 2);
+    // Without pairs there are no angles.
+    const float *row_cos = cos + (uint64_t)row * (uint64_t)pairs, *row_sin = sin + (uint64_t)row * (uint64_t)pairs;
     if (head < heads) {
-        const uint64_t at = ((uint64_t)row * heads + head) * width;
-        write_head(query + at, query_weight, row_cos, row_sin, rotated + at, head_dim, epsilon);
+        const uint64_t index = (uint64_t)row * heads + head;
+        write_head(query + index * (uint64_t)query_step, query_weight, row_cos, row_sin, rotated + index * width, head_dim, pairs,
+                   epsilon, is_offset);
         return;
     }
     const bool is_key = head < heads + kv_heads;
@@ -82,8 +80,8 @@ __device__ __forceinline__ void write_rows(const T *query, const T *query_weight
     const uint64_t at = ((uint64_t)row * kv_heads + kv_head) * width;
     const uint64_t slot = slots[row];
     const uint64_t place = (((slot / PAGE) * kv_heads + kv_head) * PAGE + slot % PAGE) * width;
-    if (is_key) write_head(key + at, key_weight, row_cos, row_sin, keys + place, head_dim, epsilon);
-    else write_head<T>(value + at, nullptr, nullptr, nullptr, values + place, head_dim, epsilon);
+    if (is_key) write_head(key + at, key_weight, row_cos, row_sin, keys + place, head_dim, pairs, epsilon, is_offset);
+    else write_head<T>(value + at, nullptr, nullptr, nullptr, values + place, head_dim, 0, 0.0f, false);
 }
 
 // One head's elements in one lane.
@@ -556,9 +554,10 @@ __device__ __forceinline__ void merge_parts(const float *partial, const uint32_t
     extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                       \
         paged_write_##name(const T *query, const T *query_weight, const T *key, const T *key_weight, const T *value,   \
                            const float *cos, const float *sin, const uint32_t *slots, T *rotated, T *keys, T *values,  \
-                           uint32_t n, uint32_t heads, uint32_t kv_heads, int head_dim, float epsilon) {               \
+                           uint32_t n, uint32_t heads, uint32_t kv_heads, int query_step, int head_dim, int pairs,     \
+                           float epsilon, uint32_t is_offset) {                                                        \
         write_rows(query, query_weight, key, key_weight, value, cos, sin, slots, rotated, keys, values, n, heads,      \
-                   kv_heads, head_dim, epsilon);                                                                       \
+                   kv_heads, query_step, head_dim, pairs, epsilon, is_offset != 0);                                    \
     }                                                                                                                  \
     ATTEND(T, name, 64, 2)                                                                                             \
     ATTEND(T, name, 64, 4)                                                                                             \

@@ -1,4 +1,5 @@
-// y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
+// y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. The factor
+// is 1 + weight if `is_offset` is not 0. blockDim.x
 // threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. Blocks loop over the
 // rows with a grid stride. A thread keeps its part of a row in registers between its two passes.
 
@@ -63,7 +64,7 @@ constexpr int KEPT = 32;
 // With `change`, normalizes sum = x + change, rounded to T, and writes it too.
 template <bool packed, typename T>
 __device__ __forceinline__ void forward(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n, int width,
-                                        float epsilon) {
+                                        float epsilon, bool is_offset) {
     constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
     const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
             float weights[count];
             load<packed, T>(weight + column, weights);
 #pragma unroll
-            for (int i = 0; i < count; i++) values[i] = weighted_norm<T>(values[i], scale, weights[i]);
+            for (int i = 0; i < count; i++) values[i] = weighted_norm<T>(values[i], scale, weights[i], is_offset);
             store<packed, T>(y + start + column, values);
         };
 #pragma unroll
@@ -121,11 +122,12 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
     }
 }
 
-// Computes dx, and the weight gradient summed over the rows in each block: `partial`
-// [gridDim.x, width]. `weight_sums` is shared memory with blockDim.y * width floats.
+// Computes dx for the factor offset + weight, and the weight gradient summed over the rows in each
+// block: `partial` [gridDim.x, width]. `weight_sums` is shared memory with blockDim.y * width
+// floats.
 template <bool packed, typename T>
 __device__ __forceinline__ void backward(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,
-                                         int width, float epsilon, float *weight_sums) {
+                                         int width, float epsilon, float offset, float *weight_sums) {
     constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
     const int first_column = (int)threadIdx.x * count, step = (int)blockDim.x * count;
@@ -169,14 +171,14 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
 #pragma unroll
                 for (int i = 0; i < count; i++) {
                     squares += values[i] * values[i];
-                    products += gradients[i] * weights[i] * values[i];
+                    products += gradients[i] * (offset + weights[i]) * values[i];
                 }
             });
         }
         const float2 both = row_sums(squares, products, scratch);
         const float scale = rsqrtf(both.x / (float)width + epsilon);
         if (!is_row) continue;
-        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
+        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the factor.
         const float along_x = -scale * scale * scale * both.y / (float)width;
         T *to = dx + row * (uint64_t)width;
         for_row([&](int column, Elements<packed, T> of_x, Elements<packed, T> of_gradient) {
@@ -188,7 +190,7 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
             for (int i = 0; i < count; i++) {
                 const float scaled = gradients[i] * scale;
                 sums[i * packs + column / count] += scaled * values[i];
-                values[i] = scaled * weights[i] + values[i] * along_x;
+                values[i] = scaled * (offset + weights[i]) + values[i] * along_x;
             }
             store<packed, T>(to + column, values);
         });
@@ -216,30 +218,32 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
 }
 
 #define RMS_NORM(T, name)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        rms_norm_forward_##name(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon) {            \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        rms_norm_forward_##name(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon,               \
+                                uint32_t is_offset) {                                                                  \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(y))                              \
-            forward<true, T>(x, nullptr, weight, nullptr, y, n, width, epsilon);                                       \
+            forward<true, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, is_offset != 0);                       \
         else                                                                                                           \
-            forward<false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon);                                      \
+            forward<false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, is_offset != 0);                      \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        rms_norm_add_forward_##name(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n,           \
-                                    int width, float epsilon) {                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        rms_norm_add_forward_##name(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n,            \
+                                    int width, float epsilon, uint32_t is_offset) {                                    \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(change) && is_aligned(weight) && is_aligned(sum) &&    \
             is_aligned(y))                                                                                             \
-            forward<true, T>(x, change, weight, sum, y, n, width, epsilon);                                            \
+            forward<true, T>(x, change, weight, sum, y, n, width, epsilon, is_offset != 0);                            \
         else                                                                                                           \
-            forward<false, T>(x, change, weight, sum, y, n, width, epsilon);                                           \
+            forward<false, T>(x, change, weight, sum, y, n, width, epsilon, is_offset != 0);                           \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,   \
-                                 int width, float epsilon) {                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,    \
+                                 int width, float epsilon, uint32_t is_offset) {                                       \
         DYNAMIC_SHARED(float, weight_sums, 16);                                                                        \
+        const float offset = is_offset != 0 ? 1.0f : 0.0f;                                                             \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(gradient) && is_aligned(dx))     \
-            backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                          \
+            backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                  \
         else                                                                                                           \
-            backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                         \
+            backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                      \
         rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                              \

@@ -36,7 +36,9 @@
 //! | [`swiglu`](swiglu()) | the SwiGLU gate in a feed-forward layer | `candle_nn::ops::swiglu`; gate and up apart | yes |
 //! | [`geglu`] | the GeGLU gate in a feed-forward layer | `gelu` and `*` | no |
 //! | [`soft_cap`] | logit soft caps | `tanh` between two scalings | no |
-//! | [`sigmoid`] | gates for attention and the gated delta rule | drop-in for `candle_nn::ops::sigmoid` | no |
+//! | [`HeadTransform`] | head norms and the rotation in one launch, before attention | `rms_norm` and `rope` | yes |
+//! | [`gate_heads`](gate_heads()) | gates for the attention output | | yes |
+//! | [`sigmoid`] | the sigmoid | drop-in for `candle_nn::ops::sigmoid` | no |
 //! | [`embedding`](embedding()) | table rows by id | `candle_nn::Embedding`; ids first | yes |
 //! | [`RowMap`] | row selections, and row sums | `Tensor::index_select`, `Tensor::index_add` | yes |
 //! | [`add`](add()) | the sum of two tensors | drop-in for `Tensor::add` | yes |
@@ -48,7 +50,7 @@
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | | yes |
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention in Qwen3.5, also for shared prefixes | | yes |
 //! | [`causal_conv`](causal_conv()) | queries, keys and values for the gated delta rule | | yes |
-//! | [`delta_gates`](delta_gates()) | gates for the gated delta rule | | no |
+//! | [`delta_gates`](delta_gates()) | gates for the gated delta rule | | yes |
 //! | [`DeltaStates`] | `gated_delta_rule` and `causal_conv` for decoding, with a state per sequence | | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | | yes |
 //! | [`linear_rows`](linear_rows()), [`packed_linear_rows`] | several linear maps with independent rows, for decoding | `candle_nn::Linear` | cuBLAS; quantized weights: yes |
@@ -146,9 +148,10 @@ pub use ops::dequantize::{dequantize, quantize};
 pub use ops::draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use ops::embedding::{add_embedding_gradient, embedding};
 pub use ops::experts::{ExpertWeights, experts};
+pub use ops::gate_heads::gate_heads;
 pub use ops::gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradient};
 pub use ops::gradient_norm::{scale_gradients, squared_gradient_norms};
-pub use ops::head_transform::{HeadNorms, HeadTransform};
+pub use ops::head_transform::{HeadGradients, HeadNorms, HeadTransform};
 pub use ops::linear_log_prob::{
     CUDA_KEPT_LOGITS, CUDA_TILE_COLUMNS, CUDA_TILE_LOGITS, LinearGradients, LinearLogProb,
     linear_log_prob,
@@ -165,7 +168,7 @@ pub use ops::policy_loss::{
     Divisor, EntropyBonus, KlEstimate, KlSlope, KlTerm, PolicyStatistic, PolicyTerms,
     RatioSurrogate, TokenShare, policy_loss,
 };
-pub use ops::rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
+pub use ops::rms_norm::{RmsNormOptions, add_rms_norm, rms_norm, rms_norm_gradient};
 pub use ops::rope::{rope, rope_angles, rope_gradient};
 pub use ops::route::{expert_gates, route};
 pub use ops::row_map::RowMap;

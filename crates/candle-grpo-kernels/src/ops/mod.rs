@@ -12,6 +12,7 @@ pub(crate) mod dequantize;
 pub(crate) mod draw_tokens;
 pub(crate) mod embedding;
 pub(crate) mod experts;
+pub(crate) mod gate_heads;
 pub(crate) mod gated_delta_rule;
 pub(crate) mod gradient_norm;
 pub(crate) mod head_transform;

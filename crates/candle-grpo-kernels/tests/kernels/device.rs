@@ -12,8 +12,8 @@ use candle_grpo_kernels::{
     add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype, attention,
     attention_gradient, causal_conv, causal_conv_gradient, cuda_device, cuda_device_count,
     cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
-    gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows, log_prob,
-    policy_loss, release_cuda_memory, rms_norm, rms_norm_gradient, rope, rope_angles,
+    gate_heads, gated_delta_rule, gated_delta_rule_gradient, linear_log_prob, linear_rows,
+    log_prob, policy_loss, release_cuda_memory, rms_norm, rms_norm_gradient, rope, rope_angles,
     rope_gradient, scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, devices, message, noise_tensor};
@@ -67,15 +67,13 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
     let norms = HeadTransform {
         norms: Some(HeadNorms {
             weights: [&vector, &vector],
-            epsilon: 1e-6,
+            options: 1e-6.into(),
         }),
-        angles: None,
-        head_dim: None,
+        ..Default::default()
     };
     let rotation = HeadTransform {
-        norms: None,
         angles: Some([&angles, &angles]),
-        head_dim: None,
+        ..Default::default()
     };
     let heads = DeltaHeads {
         key_heads: 1,
@@ -158,7 +156,11 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
         ("rotation", rotation.apply([&square, &square]).map(drop)),
         (
             "rotation back",
-            rotation.rotate_back([&square, &square]).map(drop),
+            rotation.gradients(None, [&square, &square], None).map(drop),
+        ),
+        (
+            "gate_heads",
+            gate_heads(&square.narrow(1, 0, 2)?, &square, 2).map(drop),
         ),
         (
             "linear_log_prob",

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_grpo_kernels::{DrawOptions, HeadTransform, LogProbOptions};
+use candle_grpo_kernels::{DrawOptions, HeadTransform, LogProbOptions, RmsNormOptions};
 use candle_grpo_test_support::assert_defaults_are_documented;
 use serde_json::json;
 
@@ -11,6 +11,7 @@ fn each_option_states_its_default() {
     let log_prob = LogProbOptions::default();
     let draw = DrawOptions::default();
     let heads = HeadTransform::default();
+    let norm = RmsNormOptions::default();
     let defaults = BTreeMap::from([
         (
             "LogProbOptions",
@@ -36,6 +37,14 @@ fn each_option_states_its_default() {
                 "norms": heads.norms.map(|_| "given"),
                 "angles": heads.angles.map(|_| "given"),
                 "head_dim": heads.head_dim,
+                "has_gates": heads.has_gates,
+            }),
+        ),
+        (
+            "RmsNormOptions",
+            json!({
+                "epsilon": norm.epsilon,
+                "is_offset": norm.is_offset,
             }),
         ),
     ]);

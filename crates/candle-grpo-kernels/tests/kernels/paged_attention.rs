@@ -5,7 +5,7 @@ use std::ffi::CStr;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
     HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
-    Scores, attention, composed, cuda_memory, paged_attention, rms_norm, rope,
+    RmsNormOptions, Scores, attention, composed, cuda_memory, paged_attention, rms_norm, rope,
 };
 use candle_grpo_test_support::{
     CudaCalls, assert_close, cases, cuda_peak_bytes, device, devices, message, noise_tensor,
@@ -197,25 +197,31 @@ proptest! {
         kv_heads in 1usize..4,
         group in 1usize..4,
         pairs in prop_oneof![1usize..40, Just(64)],
-        has_norms in any::<bool>(),
+        // Elements in a head that do not rotate.
+        rest in prop_oneof![2 => Just(0usize), 1 => 1usize..12],
+        norms in prop::option::of(any::<bool>()),
         rotates in any::<bool>(),
+        has_gates in any::<bool>(),
         dtype in dtypes(),
         layout in layouts(),
         seed in any::<u64>(),
     ) {
-        let head_dim = 2 * pairs;
+        let head_dim = 2 * pairs + rest;
+        let options = norms.map(|is_offset| RmsNormOptions { epsilon: 1e-5, is_offset });
         for device in devices() {
             let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype)?.to_device(device);
             let input = |heads: usize, salt| layout.apply(&noise(&[rows, heads * head_dim], salt, dtype)?);
-            let (query, key, value) = (input(kv_heads * group, 1)?, input(kv_heads, 2)?, input(kv_heads, 3)?);
+            let parts = if has_gates { 2 } else { 1 };
+            let (query, key, value) = (input(parts * kv_heads * group, 1)?, input(kv_heads, 2)?, input(kv_heads, 3)?);
             let weights = [noise(&[head_dim], 4, dtype)?, noise(&[head_dim], 5, dtype)?];
             let variables = [Var::from_tensor(&weights[0])?, Var::from_tensor(&weights[1])?];
             let wide = candle_grpo_kernels::arithmetic_dtype(dtype);
             let angles = [noise(&[rows, pairs], 6, wide)?, noise(&[rows, pairs], 7, wide)?];
             let transform = HeadTransform {
-                norms: has_norms.then(|| HeadNorms { weights: variables.each_ref().map(Var::as_tensor), epsilon: 1e-5 }),
+                norms: options.map(|options| HeadNorms { weights: variables.each_ref().map(Var::as_tensor), options }),
                 angles: rotates.then(|| angles.each_ref()),
-                head_dim: None,
+                head_dim: Some(head_dim),
+                has_gates,
             };
             let slots: Vec<PageSlot> = (0..rows).map(|row| PageSlot { page: rows - row, position: row % PAGE }).collect();
             let batch = PagedBatch::new(&slots, &[], true, device)?;
@@ -226,17 +232,23 @@ proptest! {
             };
             let (pages, expected_pages) = (new()?, new()?);
             let rotated = pages.write_transformed([&query, &key, &value], &batch, &transform)?;
-            let apply = |x: &Tensor, weight: &Tensor| -> Result<Tensor> {
-                let mut y = x.clone();
-                if has_norms {
-                    let heads = x.reshape((rows, (), head_dim))?;
-                    y = rms_norm(&heads, weight, 1e-5)?.reshape(x.shape())?;
+            let apply = |heads: &Tensor, weight: &Tensor| -> Result<Tensor> {
+                let mut heads = heads.contiguous()?;
+                if let Some(options) = options {
+                    heads = rms_norm(&heads, weight, options)?;
                 }
-                if rotates { rope(&y, &angles[0], &angles[1]) } else { Ok(y) }
+                if rotates {
+                    let first = heads.narrow(2, 0, 2 * pairs)?.contiguous()?.reshape((rows, ()))?;
+                    let first = rope(&first, &angles[0], &angles[1])?.reshape((rows, (), 2 * pairs))?;
+                    heads = Tensor::cat(&[&first, &heads.narrow(2, 2 * pairs, rest)?], 2)?;
+                }
+                heads.reshape((rows, ()))
             };
-            let expected = apply(&query, &weights[0])?;
-            expected_pages.write(&apply(&key, &weights[1])?, &value, &batch)?;
-            prop_assert_eq!((rotated.dims(), rotated.dtype()), (query.dims(), dtype));
+            let queries = query.reshape((rows, (), parts * head_dim))?.narrow(2, 0, head_dim)?;
+            let expected = apply(&queries, &weights[0])?;
+            let key_heads = key.reshape((rows, (), head_dim))?;
+            expected_pages.write(&apply(&key_heads, &weights[1])?, &value, &batch)?;
+            prop_assert_eq!((rotated.dims(), rotated.dtype()), (expected.dims(), dtype));
             prop_assert!(!rotated.track_op());
             assert_close(&numbers(&rotated)?, &numbers(&expected)?, rounding(dtype));
             // Attention to single positions returns the values; to pairs it depends on the keys.

@@ -1,7 +1,7 @@
 //! Tests `rms_norm` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{add_rms_norm, composed, rms_norm, rms_norm_gradient};
+use candle_grpo_kernels::{RmsNormOptions, add_rms_norm, composed, rms_norm, rms_norm_gradient};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -25,18 +25,20 @@ proptest! {
             1 => (1025usize..1060, 1usize..140),
         ],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
+        is_offset in any::<bool>(),
         dtype in dtypes(),
         layouts in [layouts(), layouts()],
         seed in any::<u64>(),
     ) {
+        let options = RmsNormOptions { epsilon, is_offset };
         let x = noisy(&[rows, width], seed, dtype)?;
         // Not near 0, where the derivative is huge.
         let x = ((&x * 3.0)? + (x.sign()? * 0.5)?)?;
         check_against_f64(
             &[(&x, layouts[0]), (&noisy(&[width], seed ^ 1, dtype)?, layouts[1])],
             3.0,
-            |inputs| rms_norm(inputs[0], inputs[1], epsilon),
-            |inputs| composed::rms_norm(inputs[0], inputs[1], epsilon),
+            |inputs| rms_norm(inputs[0], inputs[1], options),
+            |inputs| composed::rms_norm(inputs[0], inputs[1], options),
         )?;
     }
 }
@@ -49,6 +51,7 @@ proptest! {
         rows in 0usize..9,
         width in prop_oneof![1usize..300, Just(1024), Just(2056), Just(9000)],
         is_variable in any::<bool>(),
+        is_offset in any::<bool>(),
         dtype in dtypes(),
         layouts in [layouts(), layouts(), layouts()],
         seed in any::<u64>(),
@@ -61,10 +64,11 @@ proptest! {
             let x = if is_variable { Var::from_tensor(&x)?.into_inner() } else { x };
             let change = input(layouts[1], &[rows, width], 1)?;
             let weight = input(layouts[2], &[width], 2)?;
-            let (sum, y) = add_rms_norm(&x, &change, &weight, 1e-5)?;
+            let options = RmsNormOptions { epsilon: 1e-5, is_offset };
+            let (sum, y) = add_rms_norm(&x, &change, &weight, options)?;
             prop_assert_eq!((sum.track_op(), y.track_op()), (is_variable, is_variable));
             prop_assert_eq!(numbers(&sum)?, numbers(&(&x + &change)?)?);
-            let expected = rms_norm(&sum, &weight, 1e-5)?;
+            let expected = rms_norm(&sum, &weight, options)?;
             prop_assert_eq!((y.dims(), y.dtype()), (x.dims(), dtype));
             assert_close(&numbers(&y)?, &numbers(&expected)?, rounding(dtype));
         }
@@ -89,12 +93,17 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
 #[rstest]
 fn half_types_round_where_the_composed_twin_does(
     #[values(DType::BF16, DType::F16)] dtype: DType,
+    #[values(false, true)] is_offset: bool,
 ) -> Result<()> {
+    let options = RmsNormOptions {
+        epsilon: 1e-5,
+        is_offset,
+    };
     for device in devices() {
         let x = noisy(&[50, 96], 3, dtype)?.to_device(device)?;
         let weight = noisy(&[96], 4, dtype)?.to_device(device)?;
-        let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
-        let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
+        let fused = numbers(&rms_norm(&x, &weight, options)?)?;
+        let composed = numbers(&composed::rms_norm(&x, &weight, options)?)?;
         // f32 sums may differ in their last bit, which may change how an entry is rounded.
         let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
         assert!(different < fused.len() / 100, "{different} entries differ");

@@ -1,7 +1,7 @@
 //! Attention, a token mixer.
 
-use candle_core::{Error, Result, Tensor};
-use candle_grpo_kernels::{HeadNorms, HeadTransform, PagedBatch, Scores, sigmoid};
+use candle_core::{Result, Tensor};
+use candle_grpo_kernels::{HeadNorms, HeadTransform, PagedBatch, Scores, gate_heads};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::{AttentionPlan, NormPlan};
@@ -24,8 +24,8 @@ pub(crate) struct Attention {
     rotation: Option<usize>,
     head_dim: usize,
     scores: Scores,
-    /// The query map interleaves each head with a gate for its output.
-    output_gate: bool,
+    /// In the output of the query map, a gate for the attention output follows each head.
+    has_gates: bool,
 }
 
 /// Query and key norms, applied before the rotation.
@@ -37,15 +37,15 @@ struct QueryKeyNorms {
 
 /// Forward-pass tensors that the backward pass needs.
 pub(crate) struct AttentionRecord {
-    /// Query and key before [`QueryKeyNorms`], if there are any.
-    before_norm: Option<(Tensor, Tensor)>,
+    /// Query and key before the head transform, if it has norms or gates.
+    before_transform: Option<[Tensor; 2]>,
     /// Inputs to the attention operator.
     query_key_value: QueryKeyValue,
     mixed: Tensor,
     /// Log-sums from the attention operator, on CUDA.
     log_sums: Option<Tensor>,
-    /// Output gates before their sigmoid, and the gated output, if there are gates.
-    gated: Option<[Tensor; 2]>,
+    /// `mixed` with its gates, if there are any.
+    gated: Option<Tensor>,
 }
 
 impl Attention {
@@ -64,7 +64,7 @@ impl Attention {
             rotation: plan.rotation,
             head_dim: plan.head_dim,
             scores: plan.scores,
-            output_gate: plan.output_gate,
+            has_gates: plan.output_gate,
         })
     }
 
@@ -73,43 +73,24 @@ impl Attention {
         PagedBatch::can_share_reads(self.head_dim, &self.scores)
     }
 
-    /// Splits each head in `[N, heads * 2 * head_dim]` into its first and second half.
-    fn halves_of_heads(&self, x: &Tensor) -> Result<[Tensor; 2]> {
-        let rows = x.dim(0)?;
-        let heads = x.reshape((rows, (), 2, self.head_dim))?;
-        let half = |index| {
-            let half = heads.narrow(2, index, 1)?.contiguous()?;
-            half.reshape((rows, ()))
-        };
-        Ok([half(0)?, half(1)?])
-    }
-
-    /// Inverts [`Self::halves_of_heads`].
-    fn whole_heads(&self, halves: [&Tensor; 2]) -> Result<Tensor> {
-        let rows = halves[0].dim(0)?;
-        let heads = halves.map(|half| half.reshape((rows, (), 1, self.head_dim)));
-        let [first, second] = heads;
-        Tensor::cat(&[first?, second?], 2)?.reshape((rows, ()))
-    }
-
-    /// The head transform: `norms`, then the rotation.
-    fn transform<'a>(&self, pass: &'a Pass, norms: Option<HeadNorms<'a>>) -> HeadTransform<'a> {
+    /// The head transform: norms, then the rotation.
+    fn transform<'a>(&'a self, pass: &'a Pass) -> HeadTransform<'a> {
         HeadTransform {
-            norms,
+            norms: self.norms.as_ref().map(QueryKeyNorms::operands),
             angles: self.rotation.map(|rotation| pass.angles[rotation].tables()),
             head_dim: Some(self.head_dim),
+            has_gates: self.has_gates,
         }
     }
 }
 
 impl QueryKeyNorms {
-    /// The norms for the fused operator, which requires weights that are the factors.
-    fn operands(&self) -> Option<HeadNorms<'_>> {
-        let ((query, epsilon), (key, _)) = (self.query.weight()?, self.key.weight()?);
-        Some(HeadNorms {
+    fn operands(&self) -> HeadNorms<'_> {
+        let ((query, options), (key, _)) = (self.query.operands(), self.key.operands());
+        HeadNorms {
             weights: [query, key],
-            epsilon,
-        })
+            options,
+        }
     }
 }
 
@@ -122,39 +103,19 @@ impl Mixer for Attention {
     }
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let mut projected = self.inputs.forward(x, pass)?;
-        let gate = self
-            .output_gate
-            .then(|| {
-                let [query, gate] = self.halves_of_heads(&projected[0])?;
-                projected[0] = query;
-                Ok::<_, Error>(gate)
-            })
-            .transpose()?;
-        let before_norm = self
-            .norms
-            .is_some()
-            .then(|| (projected[0].clone(), projected[1].clone()));
-        let operands = self.norms.as_ref().and_then(QueryKeyNorms::operands);
-        if let (Some(norms), None) = (&self.norms, &operands) {
-            projected[0] = norms.query.forward_heads(&projected[0])?;
-            projected[1] = norms.key.forward_heads(&projected[1])?;
-            if !pass.products().have_gradients() {
-                projected = projected.map(|heads| heads.detach());
-            }
-        }
-        let transform = self.transform(pass, operands);
+        let projected = self.inputs.forward(x, pass)?;
+        let is_kept = self.norms.is_some() || self.has_gates;
+        let before_transform = is_kept.then(|| [projected[0].clone(), projected[1].clone()]);
         let (query_key_value, mixed, log_sums) =
-            pass.attend(self.layer, projected, &transform, self.scores)?;
-        let gated = gate.map(|gate| {
-            let gated = (&mixed * sigmoid(&gate)?)?;
-            Ok::<_, Error>([gate, gated])
-        });
+            pass.attend(self.layer, projected, &self.transform(pass), self.scores)?;
+        let query = before_transform.as_ref().filter(|_| self.has_gates);
+        let gated = query.map(|[query, _]| gate_heads(&mixed, query, self.head_dim));
         let gated = gated.transpose()?;
-        let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
-        let y = self.output.forward(result, pass)?;
+        let y = self
+            .output
+            .forward(gated.as_ref().unwrap_or(&mixed), pass)?;
         let record = AttentionRecord {
-            before_norm,
+            before_transform,
             query_key_value,
             mixed,
             log_sums,
@@ -172,42 +133,40 @@ impl Mixer for Attention {
         sink: &mut GradSink,
     ) -> Result<Tensor> {
         let AttentionRecord {
-            before_norm,
+            before_transform,
             query_key_value,
             mixed,
             log_sums,
             gated,
         } = record;
-        let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
-        let mut mixed_gradient =
-            self.output
-                .backward(result, gradient, None, (pass, &mut *sink))?;
-        let mut gate_gradient = None;
-        if let Some([gate, gated]) = gated {
-            let sigmoid = sigmoid(&gate)?;
-            // The derivative of s is s (1 - s).
-            let slope = (gated * (1.0 - &sigmoid)?)?;
-            gate_gradient = Some((&mixed_gradient * slope)?);
-            mixed_gradient = (mixed_gradient * sigmoid)?;
-        }
-        let [mut query_gradient, mut key_gradient, value_gradient] = pass.attend_backward(
+        let result = gated.as_ref().unwrap_or(&mixed);
+        let of_gated = self
+            .output
+            .backward(result, gradient, None, (pass, &mut *sink))?;
+        drop(gated);
+        let heads = before_transform.as_ref().map(<[_; 2]>::each_ref);
+        let of_mixed = match heads {
+            Some([query, _]) if self.has_gates => gate_heads(&of_gated, query, self.head_dim)?,
+            _ => of_gated.clone(),
+        };
+        let [of_query, of_key, of_value] = pass.attend_backward(
             &query_key_value,
             (&mixed, log_sums.as_ref()),
-            &mixed_gradient,
+            &of_mixed,
             self.scores,
         )?;
-        drop((query_key_value, mixed, mixed_gradient));
-        [query_gradient, key_gradient] = self
-            .transform(pass, None)
-            .rotate_back([&query_gradient, &key_gradient])?;
-        if let (Some(norms), Some((query, key))) = (&self.norms, before_norm) {
-            query_gradient = norms.query.backward_heads(&query, &query_gradient, sink)?;
-            key_gradient = norms.key.backward_heads(&key, &key_gradient, sink)?;
+        drop((query_key_value, of_mixed));
+        let gates = self.has_gates.then_some([&of_gated, &mixed]);
+        let found = self
+            .transform(pass)
+            .gradients(heads, [&of_query, &of_key], gates)?;
+        drop((of_gated, mixed, of_query, of_key, before_transform));
+        if let (Some(norms), Some([of_query, of_key])) = (&self.norms, found.weights) {
+            norms.query.add_gradient(of_query, sink)?;
+            norms.key.add_gradient(of_key, sink)?;
         }
-        if let Some(gate_gradient) = gate_gradient {
-            query_gradient = self.whole_heads([&query_gradient, &gate_gradient])?;
-        }
-        let gradients = [query_gradient, key_gradient, value_gradient];
-        self.inputs.backward(x, &gradients, (pass, sink))
+        let [of_query, of_key] = found.heads;
+        self.inputs
+            .backward(x, &[of_query, of_key, of_value], (pass, sink))
     }
 }

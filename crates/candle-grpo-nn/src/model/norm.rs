@@ -1,7 +1,7 @@
 //! Root mean square normalization.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{add, add_rms_norm, arithmetic_dtype, rms_norm, rms_norm_gradient};
+use candle_grpo_kernels::{RmsNormOptions, add_rms_norm, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
 use crate::config::architecture::NormPlan;
@@ -12,9 +12,7 @@ use crate::optim::grad_sink::GradSink;
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
     weight: NamedWeight,
-    epsilon: f64,
-    /// The factor is `1 + weight` instead of the weight.
-    is_offset: bool,
+    options: RmsNormOptions,
 }
 
 impl RmsNorm {
@@ -22,15 +20,16 @@ impl RmsNorm {
     pub(crate) fn new(plan: &NormPlan, vb: &VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: NamedWeight::get(&vb.pp(&plan.name), plan.width, "weight")?,
-            epsilon: plan.epsilon,
-            is_offset: plan.is_offset,
+            options: RmsNormOptions {
+                epsilon: plan.epsilon,
+                is_offset: plan.is_offset,
+            },
         })
     }
 
     /// Normalizes `[.., width]`, keeping shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (wide, factor) = self.operands(x)?;
-        rms_norm(&wide, &factor, self.epsilon)?.to_dtype(x.dtype())
+        rms_norm(x, &self.weight.tensor, self.options)
     }
 
     /// Returns `x + change` and its norm.
@@ -40,14 +39,7 @@ impl RmsNorm {
         change: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         match change {
-            Some(change) if !self.is_offset => {
-                add_rms_norm(x, change, &self.weight.tensor, self.epsilon)
-            }
-            Some(change) => {
-                let sum = add(x, change)?;
-                let y = self.forward(&sum)?;
-                Ok((sum, y))
-            }
+            Some(change) => add_rms_norm(x, change, &self.weight.tensor, self.options),
             None => Ok((x.clone(), self.forward(x)?)),
         }
     }
@@ -57,9 +49,9 @@ impl RmsNorm {
         self.forward(&self.heads(x)?)?.reshape(x.shape())
     }
 
-    /// The weight `[width]` and the epsilon, if the weight is the factor.
-    pub(crate) fn weight(&self) -> Option<(&Tensor, f64)> {
-        (!self.is_offset).then_some((&self.weight.tensor, self.epsilon))
+    /// The weight `[width]` and the options, for an operator that includes the norm.
+    pub(crate) fn operands(&self) -> (&Tensor, RmsNormOptions) {
+        (&self.weight.tensor, self.options)
     }
 
     /// Returns the gradient with respect to `x`, given the output gradient.
@@ -69,22 +61,15 @@ impl RmsNorm {
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let (wide, factor) = self.operands(x)?;
-        let gradient = gradient.to_dtype(wide.dtype())?;
         let (x_gradient, weight_gradient) =
-            rms_norm_gradient(&wide, &factor, self.epsilon, &gradient)?;
-        sink.add(&self.weight, || Ok(weight_gradient))?;
-        x_gradient.to_dtype(x.dtype())
+            rms_norm_gradient(x, &self.weight.tensor, self.options, gradient)?;
+        self.add_gradient(weight_gradient, sink)?;
+        Ok(x_gradient)
     }
 
-    /// Returns `x` and the factor. In bf16 and f16, `1 + weight` would lose bits, so both are f32.
-    fn operands(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let weight = &self.weight.tensor;
-        if !self.is_offset {
-            return Ok((x.clone(), weight.clone()));
-        }
-        let wide = arithmetic_dtype(x.dtype());
-        Ok((x.to_dtype(wide)?, (weight.to_dtype(wide)? + 1.0)?))
+    /// Adds a gradient of the weight, from an operator that includes the norm.
+    pub(crate) fn add_gradient(&self, gradient: Tensor, sink: &mut GradSink) -> Result<()> {
+        sink.add(&self.weight, || Ok(gradient))
     }
 
     /// Reshapes `[N, heads * width]` to `[N, heads, width]`.

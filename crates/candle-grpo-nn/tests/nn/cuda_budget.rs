@@ -1,12 +1,12 @@
 //! CUDA driver calls per layer, as counted by the emulated GPU.
 
 use candle_core::{DType, Result};
-use candle_grpo_nn::{BaseWeights, Decoder, DecoderConfig, PagedCache};
+use candle_grpo_nn::{BaseWeights, Decoder, DecoderConfig, LayerType, PagedCache};
 use candle_grpo_test_support::{CudaCalls, device};
 use rstest::rstest;
 
 use crate::base_weights::{adapters, wide};
-use crate::small::{Family, lively};
+use crate::small::{Family, Kind, lively};
 
 /// The calls of a decoding step.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -17,18 +17,10 @@ enum Step {
     RecordedWithExperts,
 }
 
-fn config(family: Family, layers: usize) -> DecoderConfig {
-    DecoderConfig {
-        num_hidden_layers: layers,
-        mlp_only_layers: Vec::new(),
-        ..family.config(true)
-    }
-}
-
 /// Returns the calls for one token in each of three sequences, with this number of layers. If the
 /// step is recorded, that comes first.
-fn decode(family: Family, layers: usize, step: Step) -> Result<Option<CudaCalls>> {
-    let config = config(family, layers);
+fn decode(kind: impl Into<Kind>, layers: usize, step: Step) -> Result<Option<CudaCalls>> {
+    let config = kind.into().config(layers);
     let parameters = lively(&config)?;
     let vb = parameters.detached_var_builder().to_dtype(DType::BF16);
     decode_with(&config, &Decoder::new(&config, vb)?, step)
@@ -36,7 +28,7 @@ fn decode(family: Family, layers: usize, step: Step) -> Result<Option<CudaCalls>
 
 /// Like [`decode`], with adapters on all linear maps, over quantized weights.
 fn decode_qlora(layers: usize, step: Step) -> Result<Option<CudaCalls>> {
-    let config = wide(config(Family::Qwen3, layers));
+    let config = wide(Kind::from(Family::Qwen3).config(layers));
     let base = lively(&config)?.frozen_as(&config, BaseWeights::Q4K, DType::BF16)?;
     let (vb, _) = adapters(&config)?.copied_var_builder(&base, DType::BF16)?;
     decode_with(&config, &Decoder::new(&config, vb)?, step)
@@ -49,7 +41,7 @@ fn decode_lora(
     layers: usize,
     step: Step,
 ) -> Result<Option<CudaCalls>> {
-    let config = config(family, layers);
+    let config = Kind::from(family).config(layers);
     let base = lively(&config)?.frozen_as(&config, BaseWeights::Dense, DType::BF16)?;
     let adapters = adapters(&config)?;
     let vb = if is_merged {
@@ -85,16 +77,18 @@ fn decode_with(config: &DecoderConfig, decoder: &Decoder, step: Step) -> Result<
 }
 
 #[rstest]
-#[case::without_biases(Family::Qwen3, 5, 5)]
-#[case::biases_of_the_attention(Family::Qwen2, 6, 5)]
-#[case::biases_of_all_maps(Family::LlamaWithBiases, 9, 5)]
-#[case::experts(Family::Qwen3Moe, 8, 4)]
+#[case::without_biases(Family::Qwen3.into(), 5, 5)]
+#[case::biases_of_the_attention(Family::Qwen2.into(), 6, 5)]
+#[case::biases_of_all_maps(Family::LlamaWithBiases.into(), 9, 5)]
+#[case::experts(Family::Qwen3Moe.into(), 8, 4)]
+#[case::gated_attention(Kind(Family::Qwen3_5, Some(LayerType::FullAttention)), 6, 5)]
+#[case::the_gated_delta_rule(Kind(Family::Qwen3_5, Some(LayerType::LinearAttention)), 8, 6)]
 fn a_layer_of_decoding_keeps_its_budget_of_driver_calls(
-    #[case] family: Family,
+    #[case] kind: Kind,
     #[case] launches: u64,
     #[case] products: u64,
 ) -> Result<()> {
-    let calls = |layers| decode(family, layers, Step::Unrecorded);
+    let calls = |layers| decode(kind, layers, Step::Unrecorded);
     let (Some(one), Some(two)) = (calls(1)?, calls(2)?) else {
         println!("skipped: no emulated GPU counts the calls");
         return Ok(());

@@ -156,6 +156,28 @@ impl Family {
     }
 }
 
+/// A family, and the kind of all layers in a family with several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kind(pub(crate) Family, pub(crate) Option<LayerType>);
+
+impl From<Family> for Kind {
+    fn from(family: Family) -> Self {
+        Self(family, None)
+    }
+}
+
+impl Kind {
+    /// [`Family::config`] with this number of layers, each with experts where the family has them.
+    pub(crate) fn config(self, layers: usize) -> DecoderConfig {
+        DecoderConfig {
+            num_hidden_layers: layers,
+            layer_types: vec![self.1; layers].into_iter().flatten().collect(),
+            mlp_only_layers: Vec::new(),
+            ..self.0.config(true)
+        }
+    }
+}
+
 /// Weights ten times as large as `init` samples them, and norms different from one, so that every
 /// part of the model matters.
 pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {

@@ -471,7 +471,10 @@ fn check_write<T: Kernels>(
                 heads as u32,
                 kv_heads as u32,
                 head_dim as i32,
+                head_dim as i32,
+                if transforms { head_dim as i32 / 2 } else { 0 },
                 EPSILON as f32,
+                0,
             )
             .unwrap();
         }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
-use candle_grpo_kernels::rms_norm;
+use candle_grpo_kernels::{RmsNormOptions, rms_norm};
 use candle_grpo_test_support::noise;
 
 const EPSILON: f64 = 1e-3;
@@ -17,20 +17,21 @@ struct Case {
     threads: u32,
     rows: u32,
     blocks: u32,
+    is_offset: bool,
 }
 
 /// Returns y, dx and dweight.
-fn formula(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
-    let width = weight.len();
+fn formula(x: &[f64], factors: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
+    let width = factors.len();
     let (mut y, mut dx, mut dweight) = (vec![], vec![], vec![0.0; width]);
     for (x, gradient) in x.chunks(width).zip(gradient.chunks(width)) {
         let mean = x.iter().map(|x| x * x).sum::<f64>() / width as f64;
         let scale = 1.0 / (mean + EPSILON).sqrt();
-        let inner: f64 = (0..width).map(|i| gradient[i] * weight[i] * x[i]).sum();
+        let inner: f64 = (0..width).map(|i| gradient[i] * factors[i] * x[i]).sum();
         for i in 0..width {
-            y.push(x[i] * scale * weight[i]);
+            y.push(x[i] * scale * factors[i]);
             dweight[i] += gradient[i] * x[i] * scale;
-            dx.push(scale * gradient[i] * weight[i] - x[i] * scale.powi(3) * inner / width as f64);
+            dx.push(scale * gradient[i] * factors[i] - x[i] * scale.powi(3) * inner / width as f64);
         }
     }
     [y, dx, dweight]
@@ -55,10 +56,16 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         table(&x)?,
         Tensor::from_slice(&weight, width, &Device::Cpu)?,
     ];
+    let options = RmsNormOptions {
+        epsilon: EPSILON,
+        is_offset: case.is_offset,
+    };
+    let offset = f64::from(u8::from(case.is_offset));
+    let factors: Vec<f64> = wide(&weight).iter().map(|w| offset + w).collect();
     let expected = Expected::all(
-        formula(&wide(&x), &wide(&weight), &wide(&gradient)),
+        formula(&wide(&x), &factors, &wide(&gradient)),
         forward_and_backward(&inputs, &table(&gradient)?, |inputs| {
-            rms_norm(&inputs[0], &inputs[1], EPSILON)
+            rms_norm(&inputs[0], &inputs[1], options)
         })?,
     );
     let with_behind = |x: &[T]| {
@@ -95,6 +102,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 n64,
                 width32,
                 epsilon,
+                case.is_offset.into(),
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
             T::rms_norm_backward(
@@ -108,6 +116,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 n64,
                 width32,
                 epsilon,
+                case.is_offset.into(),
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
             let sums = Grid {
@@ -158,6 +167,8 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
                     threads,
                     rows,
                     blocks,
+                    // Both kinds, at each shape of the launch.
+                    is_offset: n == 11,
                 };
                 check::<T>(case, tolerance)?;
             }

@@ -9,7 +9,7 @@ use crate::cpu::with_element;
 use crate::cuda::in_place::write as write_in_place;
 use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
-use crate::{HeadTransform, Scores, cuda_memory};
+use crate::{HeadTransform, RmsNormOptions, Scores, cuda_memory};
 
 /// Maximum rows in a unit.
 const UNIT_ROWS: usize = 32;
@@ -457,10 +457,15 @@ pub(crate) fn write(
     let tables = tables(batch)?;
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     let n = key.dim(0)?;
-    if n == 0 {
-        return Ok(queries.map(|(query, _)| query.clone()));
-    }
     let transform = queries.map_or_else(HeadTransform::default, |(_, transform)| *transform);
+    let query_step = transform.parts() * head_dim;
+    let heads = queries.map_or(Ok(0), |(query, _)| query.dim(1))? / query_step;
+    let width = heads * head_dim;
+    if n == 0 {
+        return queries
+            .map(|(query, _)| query.narrow(1, 0, width))
+            .transpose();
+    }
     let contiguous = |x: Option<&Tensor>| x.map(Tensor::contiguous).transpose();
     let query = contiguous(queries.map(|(query, _)| query))?;
     let (key, value) = (key.contiguous()?, value.contiguous()?);
@@ -468,8 +473,6 @@ pub(crate) fn write(
     let [query_weight, key_weight] = [0, 1].map(|i| contiguous(weights.map(|w| w[i])));
     let [cos, sin] = [0, 1].map(|i| contiguous(transform.angles.map(|a| a[i])));
     let (query_weight, key_weight, cos, sin) = (query_weight?, key_weight?, cos?, sin?);
-    let width = query.as_ref().map_or(0, Tensor::elem_count) / n;
-    let heads = width / head_dim;
 
     let device = key.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -494,7 +497,9 @@ pub(crate) fn write(
         block_dim: (32, HEADS as u32, 1),
         shared_mem_bytes: 0,
     };
-    let epsilon = transform.norms.map_or(0.0, |norms| norms.epsilon as f32);
+    let options = transform
+        .norms
+        .map_or_else(RmsNormOptions::default, |norms| norms.options);
     with_cuda_floats!(key_cuda, "key", T => {
         // SAFETY: the kernel writes every element, and there are none without queries.
         #[allow(unsafe_code)]
@@ -522,15 +527,18 @@ pub(crate) fn write(
                         n: n as u32,
                         heads: heads as u32,
                         kv_heads: kv_heads as u32,
+                        query_step: query_step as i32,
                         head_dim: head_dim as i32,
-                        epsilon,
+                        pairs: transform.pairs() as i32,
+                        epsilon: options.epsilon as f32,
+                        is_offset: options.is_offset.into(),
                     }
                     .launch(device, launch)
                 }
             })
         })?;
         let rotated = CudaStorage::wrap_cuda_slice(rotated, device.clone());
-        Ok(query.as_ref().map(|query| as_tensor(rotated, query.shape())))
+        Ok(queries.map(|_| as_tensor(rotated, &(n, width).into())))
     })
 }
 

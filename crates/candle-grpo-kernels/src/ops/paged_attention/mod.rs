@@ -395,9 +395,11 @@ impl KeyValuePages {
     ) -> Result<Tensor> {
         check::constant("query", query)?;
         #[cfg(feature = "cuda")]
-        if self.is_fused_on_cuda() && transform.fits(query.dim(0)?, &self.values)? {
+        if self.is_fused_on_cuda()
+            && transform.fits(query.dim(0)?, self.values.dim(3)?, &self.values)
+        {
             self.check_write(key, value, batch)?;
-            self.check_query(query, batch.slots.len())?;
+            self.check_query(query, batch.slots.len(), transform.parts())?;
             let queries = Some((query, transform));
             let rotated = cuda::write(self, queries, key, value, batch)?;
             return Ok(rotated.unwrap_or_else(|| query.clone()));
@@ -426,9 +428,10 @@ impl KeyValuePages {
         batch.check_pages(self.len())
     }
 
-    fn check_query(&self, query: &Tensor, rows: usize) -> Result<()> {
+    /// `parts` is 2 if a gate follows each query head, else 1.
+    fn check_query(&self, query: &Tensor, rows: usize, parts: usize) -> Result<()> {
         let (_, kv_heads, _, head_dim) = self.values.dims4()?;
-        let width = kv_heads * head_dim;
+        let width = parts * kv_heads * head_dim;
         if !matches!(query.dims(), &[n, wide] if n == rows && wide > 0 && wide % width == 0) {
             bail!(
                 "query: shape {:?}, must be [{rows}, a multiple of {width}], a row for each of rows",
@@ -524,7 +527,7 @@ pub(crate) fn check<'a>(
     scores: &Scores,
 ) -> Result<&'a [PagedRow<'a>]> {
     scores.check()?;
-    pages.check_query(query, batch.rows.len())?;
+    pages.check_query(query, batch.rows.len(), 1)?;
     batch.check_pages(pages.len())?;
     Ok(batch.rows)
 }

@@ -6,6 +6,7 @@ use candle_core::{Device, Result, Tensor};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::RmsNorm;
 use crate::cpu::element::Element;
 use crate::cpu::instructions::vectors;
 use crate::cpu::simd::{LaneSums, padded};
@@ -15,20 +16,33 @@ use crate::cpu::{output, slice};
 /// the groups in order, so it is bit-identical on any number of threads.
 const GROUPS: usize = 64;
 
+impl RmsNorm {
+    /// Returns the factors for the normalized elements in f32, padded.
+    fn factors<T: Element>(&self, weight: &[T]) -> Vec<f32> {
+        let mut factors = padded(weight);
+        if self.options.is_offset {
+            for factor in &mut factors[..weight.len()] {
+                *factor += 1.0;
+            }
+        }
+        factors
+    }
+}
+
 /// Normalizes the rows in `x` `[N, H]`.
-pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T> {
+pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], norm: &RmsNorm) -> Vec<T> {
     let width = weight.len();
-    let weight = padded(weight);
+    let factors = norm.factors(weight);
     let fill = |y: &mut [MaybeUninit<T>]| {
         y.par_chunks_exact_mut(width)
             .zip(x.par_chunks_exact(width))
             .for_each_init(
-                || vec![0.0; weight.len()],
+                || vec![0.0; factors.len()],
                 |buffer, (y, x)| {
                     vectors().dispatch(ForwardRow {
                         x,
-                        weight: &weight,
-                        epsilon,
+                        factors: &factors,
+                        norm,
                         y,
                         buffer,
                     });
@@ -47,12 +61,12 @@ pub(crate) fn backward<T: Element>(
     x: &Tensor,
     weight: &Tensor,
     gradient: &Tensor,
-    epsilon: f32,
+    norm: &RmsNorm,
 ) -> Result<(Tensor, Tensor)> {
     let (x_gradient, weight_gradient) = slice::read::<T, _>(x, |x| {
         slice::read::<T, _>(weight, |weight| {
             slice::read::<T, _>(gradient, |gradient| {
-                Ok(backward_rows(x, weight, gradient, epsilon))
+                Ok(backward_rows(x, weight, gradient, norm))
             })
         })
     })?;
@@ -66,10 +80,10 @@ fn backward_rows<T: Element>(
     x: &[T],
     weight: &[T],
     gradient: &[T],
-    epsilon: f32,
+    norm: &RmsNorm,
 ) -> (Vec<T>, Vec<T>) {
     let width = weight.len();
-    let weight = padded(weight);
+    let factors = norm.factors(weight);
     let group = (x.len() / width).div_ceil(GROUPS).max(1) * width;
     let mut partial_sums = Vec::new();
     let fill = |x_gradient: &mut [MaybeUninit<T>]| {
@@ -77,17 +91,17 @@ fn backward_rows<T: Element>(
             .par_chunks_mut(group)
             .zip(x.par_chunks(group).zip(gradient.par_chunks(group)))
             .map(|(x_gradient, (x, gradient))| {
-                let mut weight_gradient = vec![0.0; weight.len()];
-                let mut buffers = vec![0.0; 2 * weight.len()];
+                let mut weight_gradient = vec![0.0; factors.len()];
+                let mut buffers = vec![0.0; 2 * factors.len()];
                 let rows = x_gradient
                     .chunks_exact_mut(width)
                     .zip(x.chunks_exact(width).zip(gradient.chunks_exact(width)));
                 for (x_gradient, (x, gradient)) in rows {
                     vectors().dispatch(BackwardRow {
                         x,
-                        weight: &weight,
+                        factors: &factors,
                         gradient,
-                        epsilon,
+                        norm,
                         x_gradient,
                         weight_gradient: &mut weight_gradient,
                         buffers: &mut buffers,
@@ -101,7 +115,7 @@ fn backward_rows<T: Element>(
     // written completely.
     #[allow(unsafe_code)]
     let x_gradient = unsafe { output::filled(x.len(), fill) };
-    let mut weight_gradient = vec![0.0; weight.len()];
+    let mut weight_gradient = vec![0.0; factors.len()];
     for partial_sum in partial_sums {
         for (sum, part) in weight_gradient.iter_mut().zip(partial_sum) {
             *sum += part;
@@ -114,11 +128,11 @@ fn backward_rows<T: Element>(
     (x_gradient, weight_gradient)
 }
 
-/// Forward pass for a row. `weight` and `buffer` are padded, and `buffer` is 0 beyond the row.
+/// Forward pass for a row. `factors` and `buffer` are padded, and `buffer` is 0 beyond the row.
 struct ForwardRow<'a, T> {
     x: &'a [T],
-    weight: &'a [f32],
-    epsilon: f32,
+    factors: &'a [f32],
+    norm: &'a RmsNorm,
     y: &'a mut [MaybeUninit<T>],
     buffer: &'a mut [f32],
 }
@@ -138,20 +152,27 @@ impl<T: Element> WithSimd for ForwardRow<'_, T> {
             }
         }
         let mean = squares.total(simd) / width as f32;
-        let scale = (mean + self.epsilon).sqrt().recip();
-        for ((y, &x), &weight) in self.y.iter_mut().zip(&*self.buffer).zip(self.weight) {
-            y.write(T::nearest(T::nearest(x * scale).wide() * weight));
+        let scale = (mean + self.norm.options.epsilon as f32).sqrt().recip();
+        let rows = self.y.iter_mut().zip(&*self.buffer).zip(self.factors);
+        if self.norm.options.is_offset {
+            for ((y, &x), &factor) in rows {
+                y.write(T::nearest(x * scale * factor));
+            }
+            return;
+        }
+        for ((y, &x), &factor) in rows {
+            y.write(T::nearest(T::nearest(x * scale).wide() * factor));
         }
     }
 }
 
-/// Backward pass for a row. `weight`, `weight_gradient` and each half of `buffers` are padded, and
+/// Backward pass for a row. `factors`, `weight_gradient` and each half of `buffers` are padded, and
 /// `buffers` is 0 beyond the row.
 struct BackwardRow<'a, T> {
     x: &'a [T],
-    weight: &'a [f32],
+    factors: &'a [f32],
     gradient: &'a [T],
-    epsilon: f32,
+    norm: &'a RmsNorm,
     x_gradient: &'a mut [MaybeUninit<T>],
     weight_gradient: &'a mut [f32],
     buffers: &'a mut [f32],
@@ -163,7 +184,7 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let width = self.x.len();
-        let (x, gradient) = self.buffers.split_at_mut(self.weight.len());
+        let (x, gradient) = self.buffers.split_at_mut(self.factors.len());
         T::widen(self.x, &mut x[..width]);
         T::widen(self.gradient, &mut gradient[..width]);
         // A row with NaN leaves NaN in the padding, which the next row would sum.
@@ -171,35 +192,35 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
 
         let (x_vectors, _) = S::as_simd_f32s(x);
         let (gradient_vectors, _) = S::as_mut_simd_f32s(gradient);
-        let (weight_vectors, _) = S::as_simd_f32s(self.weight);
+        let (factor_vectors, _) = S::as_simd_f32s(self.factors);
         let (weight_gradient, _) = S::as_mut_simd_f32s(self.weight_gradient);
 
         let (mut squares, mut products) = (LaneSums::<S>::zeros(simd), LaneSums::<S>::zeros(simd));
         let parts = LaneSums::<S>::PARTS;
-        for ((x, gradient), weight) in x_vectors
+        for ((x, gradient), factor) in x_vectors
             .chunks_exact(parts)
             .zip(gradient_vectors.chunks_exact(parts))
-            .zip(weight_vectors.chunks_exact(parts))
+            .zip(factor_vectors.chunks_exact(parts))
         {
             for part in 0..parts {
                 let x = x[part];
                 squares.parts[part] = simd.mul_add_e_f32s(x, x, squares.parts[part]);
-                let along = simd.mul_f32s(gradient[part], weight[part]);
+                let along = simd.mul_f32s(gradient[part], factor[part]);
                 products.parts[part] = simd.mul_add_e_f32s(along, x, products.parts[part]);
             }
         }
         let mean = squares.total(simd) / width as f32;
-        let scale = (mean + self.epsilon).sqrt().recip();
-        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
+        let scale = (mean + self.norm.options.epsilon as f32).sqrt().recip();
+        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the factor.
         let along_x = -scale * scale * scale * products.total(simd) / width as f32;
 
         let (scale, along_x) = (simd.splat_f32s(scale), simd.splat_f32s(along_x));
         let rows = x_vectors.iter().zip(gradient_vectors);
-        for ((&x, gradient), (&weight, sum)) in rows.zip(weight_vectors.iter().zip(weight_gradient))
+        for ((&x, gradient), (&factor, sum)) in rows.zip(factor_vectors.iter().zip(weight_gradient))
         {
             let scaled = simd.mul_f32s(*gradient, scale);
             *sum = simd.mul_add_e_f32s(scaled, x, *sum);
-            *gradient = simd.mul_add_e_f32s(scaled, weight, simd.mul_f32s(x, along_x));
+            *gradient = simd.mul_add_e_f32s(scaled, factor, simd.mul_f32s(x, along_x));
         }
         T::write(&gradient[..width], self.x_gradient);
     }

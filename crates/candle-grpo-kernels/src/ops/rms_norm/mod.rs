@@ -10,11 +10,36 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{slice, with_element, with_floats};
 use crate::{check, graph, path};
 
+/// Options of an RMSNorm. An epsilon converts to them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RmsNormOptions {
+    /// Positive and finite. Default 1e-6.
+    pub epsilon: f64,
+    /// The factor is `1 + weight`, as in Gemma and Qwen3.5. Default `false`.
+    pub is_offset: bool,
+}
+
+impl Default for RmsNormOptions {
+    fn default() -> Self {
+        1e-6.into()
+    }
+}
+
+impl From<f64> for RmsNormOptions {
+    fn from(epsilon: f64) -> Self {
+        Self {
+            epsilon,
+            is_offset: false,
+        }
+    }
+}
+
 /// RMSNorm (<https://arxiv.org/abs/1910.07467>): `x / sqrt(mean(x^2) + epsilon) * weight`, with the
-/// mean over the last dimension.
+/// mean over the last dimension. `options` is the epsilon, or [`RmsNormOptions`].
 ///
 /// `x` and `weight` get gradients. Arithmetic is in f32. For bf16 and f16 the normalized `x` is
-/// rounded before it is multiplied by the weight, as for Llama in Hugging Face transformers.
+/// rounded before it is multiplied by the weight, as for Llama in Hugging Face transformers. It is
+/// not rounded if the factor is `1 + weight`, as for Gemma and Qwen3.5 there.
 ///
 /// # Shapes
 ///
@@ -37,14 +62,13 @@ use crate::{check, graph, path};
 /// assert_eq!(y[1], [0., 0.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
-    check(x, weight, epsilon)?;
+pub fn rms_norm(x: &Tensor, weight: &Tensor, options: impl Into<RmsNormOptions>) -> Result<Tensor> {
+    let options = options.into();
+    check(x, weight, options)?;
     if !is_fused(x) {
-        return composed::unchecked(x, weight, epsilon);
+        return composed::unchecked(x, weight, options);
     }
-    let op = RmsNorm {
-        epsilon: epsilon as f32,
-    };
+    let op = RmsNorm { options };
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
@@ -77,17 +101,18 @@ pub fn add_rms_norm(
     x: &Tensor,
     change: &Tensor,
     weight: &Tensor,
-    epsilon: f64,
+    options: impl Into<RmsNormOptions>,
 ) -> Result<(Tensor, Tensor)> {
-    check(x, weight, epsilon)?;
+    let options = options.into();
+    check(x, weight, options)?;
     check::same_shape("change", change, "x", x)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && is_fused(x) && ![x, change, weight].iter().any(|x| x.track_op()) {
         let (x, change) = (x.contiguous()?, change.contiguous()?);
-        return cuda::add_forward(&x, &change, &weight.contiguous()?, epsilon as f32);
+        return cuda::add_forward(&x, &change, &weight.contiguous()?, &RmsNorm { options });
     }
     let sum = crate::add(x, change)?;
-    let y = rms_norm(&sum, weight, epsilon)?;
+    let y = rms_norm(&sum, weight, options)?;
     Ok((sum, y))
 }
 
@@ -115,21 +140,20 @@ pub fn add_rms_norm(
 pub fn rms_norm_gradient(
     x: &Tensor,
     weight: &Tensor,
-    epsilon: f64,
+    options: impl Into<RmsNormOptions>,
     gradient: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    check(x, weight, epsilon)?;
+    let options = options.into();
+    check(x, weight, options)?;
     check::gradient(gradient, "x", x)?;
     if !is_fused(x) {
         let [x_gradient, weight_gradient] =
             graph::gradients([x, weight], gradient, |[x, weight]| {
-                composed::unchecked(x, weight, epsilon)
+                composed::unchecked(x, weight, options)
             })?;
         return Ok((x_gradient, weight_gradient));
     }
-    let op = RmsNorm {
-        epsilon: epsilon as f32,
-    };
+    let op = RmsNorm { options };
     op.gradients(&x.contiguous()?, &weight.contiguous()?, gradient)
 }
 
@@ -141,8 +165,8 @@ fn is_fused(x: &Tensor) -> bool {
     path::is_fused(x)
 }
 
-pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
-    check::positive("epsilon", epsilon)?;
+pub(crate) fn check(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<()> {
+    check::positive("epsilon", options.epsilon)?;
     check::float("x", x)?;
     let width = check::width("x", x)?;
     if weight.dims() != [width] {
@@ -157,7 +181,7 @@ pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
 
 /// The norm of contiguous `x` `[.., H]` with `weight` `[H]`.
 pub(crate) struct RmsNorm {
-    pub(crate) epsilon: f32,
+    pub(crate) options: RmsNormOptions,
 }
 
 impl RmsNorm {
@@ -171,10 +195,10 @@ impl RmsNorm {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return cuda::backward(x, weight, &gradient, self.epsilon);
+            return cuda::backward(x, weight, &gradient, self);
         }
         with_element!(x.dtype(), "x", T => {
-            cpu::backward::<T>(x, weight, &gradient, self.epsilon)
+            cpu::backward::<T>(x, weight, &gradient, self)
         })
     }
 }
@@ -194,7 +218,7 @@ impl CustomOp2 for RmsNorm {
         let (x_range, weight_range) = (slice::range(x_layout)?, slice::range(weight_layout)?);
         let y = with_floats!(x, "x", x => {
             let weight = &weight.as_slice()?[weight_range];
-            WithDType::to_cpu_storage_owned(cpu::forward(&x[x_range], weight, self.epsilon))
+            WithDType::to_cpu_storage_owned(cpu::forward(&x[x_range], weight, self))
         });
         Ok((y, x_layout.shape().clone()))
     }
@@ -207,7 +231,7 @@ impl CustomOp2 for RmsNorm {
         weight: &candle_core::CudaStorage,
         weight_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        cuda::forward(x, x_layout, weight, weight_layout, self.epsilon)
+        cuda::forward(x, x_layout, weight, weight_layout, self)
     }
 
     fn bwd(

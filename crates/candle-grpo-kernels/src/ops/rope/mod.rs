@@ -66,27 +66,6 @@ pub fn rope_gradient(cos: &Tensor, sin: &Tensor, gradient: &Tensor) -> Result<Te
     rotate(&gradient.detach(), cos, sin, true)
 }
 
-/// Applies [`rope`], or with `back` its inverse, to queries and keys at the same positions. On CUDA
-/// this takes one launch if neither is in a graph.
-pub(crate) fn rope_both(
-    [query, key]: [&Tensor; 2],
-    [cos, sin]: [&Tensor; 2],
-    back: bool,
-) -> Result<[Tensor; 2]> {
-    check(query, cos, sin)?;
-    check(key, cos, sin)?;
-    #[cfg(feature = "cuda")]
-    if query.device().is_cuda()
-        && path::is_fused(query)
-        && key.dtype() == query.dtype()
-        && ![query, key].iter().any(|x| x.track_op())
-    {
-        let op = Rope::new(cos, sin, back)?;
-        return cuda::rotate_both(&query.contiguous()?, &key.contiguous()?, &op);
-    }
-    Ok([rotate(query, cos, sin, back)?, rotate(key, cos, sin, back)?])
-}
-
 /// Applies [`rope`], or with `back` its inverse, to checked arguments.
 fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, back: bool) -> Result<Tensor> {
     if path::is_fused(x) {
@@ -226,8 +205,7 @@ impl CustomOp1 for Rope {
         x: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let [rotated, _] = cuda::rotate((x, layout), None, self)?;
-        Ok((rotated, layout.shape().clone()))
+        Ok((cuda::rotate(x, layout, self)?, layout.shape().clone()))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -1,5 +1,8 @@
 //! Gates for the gated delta rule.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
@@ -8,8 +11,9 @@ use crate::{check, sigmoid};
 /// Gates for [`gated_delta_rule`](crate::gated_delta_rule()) as in Qwen3-Next and Qwen3.5:
 /// `g = -exp(a_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`. Returns `g` and `beta`.
 ///
-/// All arguments get gradients. The operator consists of Candle operations on every device, because
-/// its arguments are small compared with the rule's.
+/// All arguments get gradients. Arithmetic is in f32. On CUDA this takes one launch if no argument
+/// is in a graph and all have the same dtype. Otherwise it is plain Candle operations, because the
+/// arguments are small compared with the rule's.
 ///
 /// # Shapes
 ///
@@ -38,7 +42,14 @@ pub fn delta_gates(
     a_log: &Tensor,
     dt_bias: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    Wide::new([a, b, a_log, dt_bias])?.gates()
+    let inputs = [a, b, a_log, dt_bias];
+    check(inputs)?;
+    #[cfg(feature = "cuda")]
+    if is_fused_on_cuda(inputs) && !inputs.iter().any(|x| x.track_op()) {
+        let inputs = contiguous(inputs)?;
+        return cuda::forward(inputs.each_ref());
+    }
+    Wide::new(inputs)?.gates()
 }
 
 /// Computes the backward pass for [`delta_gates`], without a graph.
@@ -65,15 +76,33 @@ pub fn delta_gates(
 pub fn delta_gates_gradient(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Result<[Tensor; 4]> {
     let inputs = inputs.map(Tensor::detach);
     let [a, b, a_log, dt_bias] = inputs.each_ref();
-    let wide = Wide::new([a, b, a_log, dt_bias])?;
-    let (g, beta) = wide.gates()?;
-    for (name, gradient, like) in [
-        ("gradients[0]", gradients[0], &g),
-        ("gradients[1]", gradients[1], &beta),
+    check(inputs.each_ref())?;
+    for (name, gradient) in [
+        ("gradients[0]", gradients[0]),
+        ("gradients[1]", gradients[1]),
     ] {
-        check::same_shape(name, gradient, "the result", like)?;
+        let wide = arithmetic_dtype(a.dtype());
+        if (gradient.dims(), gradient.dtype()) != (a.dims(), wide) {
+            bail!(
+                "{name}: shape {:?} of {:?}, must be {:?} of {wide:?}, as the result",
+                gradient.dims(),
+                gradient.dtype(),
+                a.dims()
+            );
+        }
+        check::same_device(&[("a", a), (name, gradient)])?;
     }
     let [of_g, of_beta] = gradients.map(Tensor::detach);
+    #[cfg(feature = "cuda")]
+    if is_fused_on_cuda(inputs.each_ref()) {
+        let inputs = contiguous(inputs.each_ref())?;
+        return cuda::backward(
+            inputs.each_ref(),
+            [&of_g.contiguous()?, &of_beta.contiguous()?],
+        );
+    }
+    let wide = Wide::new(inputs.each_ref())?;
+    let (g, beta) = wide.gates()?;
     let of_x = (of_g.broadcast_mul(&wide.rate)?.neg()? * sigmoid(&wide.x)?)?;
     let of_b = (of_beta * (&beta * (1.0 - &beta)?)?)?;
     Ok([
@@ -84,7 +113,48 @@ pub fn delta_gates_gradient(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Re
     ])
 }
 
-/// The checked arguments in the arithmetic dtype.
+fn check([a, b, a_log, dt_bias]: [&Tensor; 4]) -> Result<()> {
+    let inputs = [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)];
+    for (name, x) in inputs {
+        check::float(name, x)?;
+    }
+    let &[rows, heads] = a.dims() else {
+        bail!("a: shape {:?}, must be [N, value_heads]", a.dims());
+    };
+    if b.dims() != [rows, heads] {
+        bail!("b: shape {:?}, must be that of a, {:?}", b.dims(), a.dims());
+    }
+    for (name, x) in &inputs[2..] {
+        if x.dims() != [heads] {
+            bail!(
+                "{name}: shape {:?}, must be [{heads}], the last dimension of a",
+                x.dims()
+            );
+        }
+    }
+    check::same_device(&inputs)
+}
+
+#[cfg(feature = "cuda")]
+fn is_fused_on_cuda(inputs: [&Tensor; 4]) -> bool {
+    let [a, ..] = inputs;
+    a.device().is_cuda()
+        && crate::path::is_fused(a)
+        && a.elem_count() > 0
+        && inputs.iter().all(|x| x.dtype() == a.dtype())
+}
+
+#[cfg(feature = "cuda")]
+fn contiguous([a, b, a_log, dt_bias]: [&Tensor; 4]) -> Result<[Tensor; 4]> {
+    Ok([
+        a.contiguous()?,
+        b.contiguous()?,
+        a_log.contiguous()?,
+        dt_bias.contiguous()?,
+    ])
+}
+
+/// The arguments in the arithmetic dtype.
 struct Wide {
     /// `a + dt_bias`
     x: Tensor,
@@ -95,25 +165,6 @@ struct Wide {
 
 impl Wide {
     fn new([a, b, a_log, dt_bias]: [&Tensor; 4]) -> Result<Self> {
-        let inputs = [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)];
-        for (name, x) in inputs {
-            check::float(name, x)?;
-        }
-        let &[rows, heads] = a.dims() else {
-            bail!("a: shape {:?}, must be [N, value_heads]", a.dims());
-        };
-        if b.dims() != [rows, heads] {
-            bail!("b: shape {:?}, must be that of a, {:?}", b.dims(), a.dims());
-        }
-        for (name, x) in &inputs[2..] {
-            if x.dims() != [heads] {
-                bail!(
-                    "{name}: shape {:?}, must be [{heads}], the last dimension of a",
-                    x.dims()
-                );
-            }
-        }
-        check::same_device(&inputs)?;
         let wide = arithmetic_dtype(a.dtype());
         Ok(Self {
             x: a.to_dtype(wide)?.broadcast_add(&dt_bias.to_dtype(wide)?)?,
