@@ -3,6 +3,7 @@
 #include "element.cuh"
 #include "math.cuh"
 #include "prefix_tree.cuh"
+#include "slots.cuh"
 
 // Warps per block in both passes. A warp has adjacent rows, and each thread four channels.
 constexpr int WARPS = 4;
@@ -417,7 +418,7 @@ __device__ __forceinline__ void of_weight(const float *parts, T *of_weight, int 
 }
 
 // Rows of decoding. A thread has a channel of a sequence: `windows` [slots, taps - 1, channels] has
-// the rows before.
+// the rows before. A sequence with the slot NO_SLOT has zeros before it, and leaves no state.
 template <typename T>
 __device__ __forceinline__ void step(const T *x, const T *weight, const uint32_t *sequences, float *windows, T *y, int channels,
                                      int taps) {
@@ -426,9 +427,11 @@ __device__ __forceinline__ void step(const T *x, const T *weight, const uint32_t
     const uint32_t *sequence = sequences + 3 * (uint64_t)blockIdx.x;
     const uint64_t slot = sequence[0], first = sequence[1];
     const int64_t rows = sequence[2], past = taps - 1;
+    const bool has_slot = slot != NO_SLOT;
     float *window = windows + slot * (uint64_t)past * channels + column;
     // Row `at` of the window and the rows after it.
     const auto value = [&](int64_t at) {
+        if (at < past && !has_slot) return 0.0f;
         return at < past ? window[at * channels] : to_float(x[(first + (uint64_t)(at - past)) * channels + column]);
     };
     for (int64_t row = 0; row < rows; row++) {
@@ -436,7 +439,7 @@ __device__ __forceinline__ void step(const T *x, const T *weight, const uint32_t
         for (int tap = taps - 1; tap >= 0; tap--) sum = fmaf(value(row + tap), to_float(weight[(uint64_t)column * taps + tap]), sum);
         y[(first + (uint64_t)row) * channels + column] = from_float<T>(sum * sigmoid(sum));
     }
-    for (int64_t at = 0; at < past; at++) window[at * channels] = value(rows + at);
+    for (int64_t at = 0; at < past && has_slot; at++) window[at * channels] = value(rows + at);
 }
 
 #define CAUSAL_CONV(T, name)                                                                                           \

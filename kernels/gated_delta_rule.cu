@@ -8,6 +8,7 @@
 #include "element.cuh"
 #include "math.cuh"
 #include "prefix_tree.cuh"
+#include "slots.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -452,7 +453,7 @@ __device__ __forceinline__ void keys(const T *qkv, const float *key_gradients, T
 
 // Decoding rows, one at a time, so that a row's bits do not depend on how its sequence was divided
 // into passes. A block has a sequence, a value head and some value columns. Its part of the state
-// is in shared memory.
+// is in shared memory. A sequence with the slot NO_SLOT starts with zeros, and leaves no state.
 template <typename T>
 __device__ __forceinline__ void step(const T *qkv, const float *g, const float *beta, const uint32_t *sequences, float *states,
                                      T *o, const Heads &heads) {
@@ -462,11 +463,11 @@ __device__ __forceinline__ void step(const T *qkv, const float *g, const float *
     const int head = (int)blockIdx.y, first_column = (int)blockIdx.z * STEP_COLUMNS;
     const int warp = (int)threadIdx.x / 32, column = first_column + (int)threadIdx.x % 32;
     const int key_dim = heads.key_dim, dim = heads.value_dim;
-    const bool has_column = column < dim;
+    const bool has_column = column < dim, has_state = has_column && slot != NO_SLOT;
     float *state = shared + threadIdx.x % 32;
     float *key = shared + key_dim * STEP_COLUMNS, *query = key + key_dim, *sums = query + key_dim;
     float *of_slot = states + ((uint64_t)slot * heads.value_heads + head) * heads.state_len();
-    for (int k = warp; k < key_dim; k += WARPS) state[k * STEP_COLUMNS] = has_column ? of_slot[(uint64_t)k * dim + column] : 0.0f;
+    for (int k = warp; k < key_dim; k += WARPS) state[k * STEP_COLUMNS] = has_state ? of_slot[(uint64_t)k * dim + column] : 0.0f;
     // The sum over the warps, for each column.
     const auto total = [&](float sum) {
         sums[threadIdx.x] = sum;
@@ -498,7 +499,7 @@ __device__ __forceinline__ void step(const T *qkv, const float *g, const float *
         sum = total(sum);
         if (warp == 0 && has_column) o[row * heads.values() + (uint64_t)head * dim + column] = from_float<T>(sum);
     }
-    for (int k = warp; k < key_dim && has_column; k += WARPS) of_slot[(uint64_t)k * dim + column] = state[k * STEP_COLUMNS];
+    for (int k = warp; k < key_dim && has_state; k += WARPS) of_slot[(uint64_t)k * dim + column] = state[k * STEP_COLUMNS];
 }
 
 #define GATED_DELTA_RULE(T, name)                                                                                      \

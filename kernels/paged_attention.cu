@@ -13,6 +13,7 @@
 #include "math.cuh"
 #include "mma.cuh"
 #include "norm_rope.cuh"
+#include "slots.cuh"
 
 constexpr int PAGE = 16;
 constexpr int WRITE_THREADS = 256;
@@ -78,6 +79,7 @@ __device__ __forceinline__ void write_rows(const T *query, const T *query_weight
     const bool is_key = head < heads + kv_heads;
     const uint32_t kv_head = head - heads - (is_key ? 0 : kv_heads);
     const uint64_t at = ((uint64_t)row * kv_heads + kv_head) * width;
+    if (slots[row] == NO_SLOT) return;
     const uint64_t slot = slots[row];
     const uint64_t place = (((slot / PAGE) * kv_heads + kv_head) * PAGE + slot % PAGE) * width;
     if (is_key) write_head(key + at, key_weight, row_cos, row_sin, keys + place, head_dim, pairs, epsilon, is_offset);

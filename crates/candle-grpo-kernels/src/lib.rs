@@ -143,7 +143,7 @@ pub use ops::attention::scores::Scores;
 pub use ops::attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use ops::causal_conv::{causal_conv, causal_conv_gradient};
 pub use ops::delta_gates::{delta_gates, delta_gates_gradient};
-pub use ops::delta_states::{DeltaStates, SlotRows};
+pub use ops::delta_states::{DeltaStates, SlotRows, StateBatch};
 pub use ops::dequantize::{dequantize, quantize};
 pub use ops::draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use ops::embedding::{add_embedding_gradient, embedding};

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    DeltaHeads, DeltaStates, PrefixTree, SlotRows, causal_conv, gated_delta_rule,
+    DeltaHeads, DeltaStates, PrefixTree, SlotRows, StateBatch, causal_conv, gated_delta_rule,
 };
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
@@ -56,6 +56,7 @@ impl Rows {
         rows: usize,
     ) -> Result<[Tensor; 2]> {
         let batch = [SlotRows { slot, rows }];
+        let batch = StateBatch::new(&batch, self.x.device())?;
         let own = |x: &Tensor| x.narrow(0, first, rows);
         let (x, g, beta) = (own(&self.x)?, own(&self.g)?, own(&self.beta)?);
         Ok([
@@ -108,6 +109,7 @@ fn a_row_depends_only_on_the_rows_of_its_sequence() -> Result<()> {
         let states = DeltaStates::new(5, HEADS, 4, DType::F32, device)?;
         rows[0].step(&states, 4, 0, 4)?;
         let batch = [(4, 2), (0, 6), (3, 1)].map(|(slot, rows)| SlotRows { slot, rows });
+        let batch = StateBatch::new(&batch, device)?;
         let joined = |of: fn(&Rows) -> &Tensor| {
             let parts = [
                 of(&rows[0]).narrow(0, 4, 2)?,
@@ -182,6 +184,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
             .iter()
             .map(|&(slot, rows)| SlotRows { slot, rows })
             .collect();
+        let batch = StateBatch::new(&batch, &Device::Cpu).expect("a batch");
         message(states.gated_delta_rule([x, &rows.g, &rows.beta], &batch))
     };
     assert!(call(&rows.x, &[]).contains("batch: no sequences"));
@@ -201,6 +204,7 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
         "{error}"
     );
     let batch = [SlotRows { slot: 0, rows: 3 }];
+    let batch = StateBatch::new(&batch, &Device::Cpu)?;
     let weight = Tensor::zeros((WIDTH, 3), DType::F32, &Device::Cpu)?;
     let error = message(states.causal_conv(&rows.x, &weight, &batch));
     assert!(

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
     AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Divisor, Draw, DrawOptions, HeadNorms,
     HeadTransform, KeyValuePages, LogProbOptions, PolicyTerms, PrefixTree, RatioSurrogate,
-    Rounding, RowMap, Sequences, SlotRows, TokenShare, add_bias, add_bias_gradient,
+    Rounding, RowMap, Sequences, SlotRows, StateBatch, TokenShare, add_bias, add_bias_gradient,
     add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype, attention,
     attention_gradient, causal_conv, causal_conv_gradient, cuda_device, cuda_device_count,
     cuda_memory, default_device, delta_gates, delta_gates_gradient, draw_tokens, embedding,
@@ -85,6 +85,7 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
     let delta = [&square, &gate, &gate];
     let gates = [&square, &square, &vector, &vector];
     let slots = [SlotRows { slot: 0, rows: 4 }];
+    let slots = StateBatch::new(&slots, device)?;
     let states = || DeltaStates::new(1, heads, 4, dtype, device);
     // It has no path for f64.
     let log_probs = Tensor::zeros((4, 4), DType::F32, device)?;

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 #[cfg(feature = "cuda")]
 use candle_grpo_kernels::PageSlot;
-use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows};
+use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows, StateBatch};
 
 #[cfg(feature = "cuda")]
 use crate::decoding::recorded_steps::NewTokens;
@@ -138,12 +138,8 @@ impl Decoder {
             Some(_) => Vec::new(),
         };
         let batch = &PagedBatch::new(&slots, &rows, self.shares_reads(), device)?;
-        let mut states = Vec::new();
-        for &(id, tokens) in new {
-            let rows = tokens.len();
-            states.extend(cache.slot(id)?.map(|slot| SlotRows { slot, rows }));
-        }
-        let slots = &*states;
+        let states = state_rows(new, cache)?;
+        let states = &StateBatch::new(&states, device)?;
         let adapters = match self.num_adapters() {
             1 => Vec::new(),
             _ => {
@@ -161,13 +157,13 @@ impl Decoder {
                 None => Context::Cache {
                     cache,
                     batch,
-                    slots,
+                    states,
                 },
                 Some(attention) => Context::Prompts {
                     cache,
                     batch,
                     attention,
-                    slots,
+                    states,
                 },
             },
             routes: Routes::default(),
@@ -216,13 +212,15 @@ impl Decoder {
             return Ok(None);
         };
         let result = rows(new, cache).and_then(|rows| {
-            let new = NewTokens {
+            let states = state_rows(new, cache)?;
+            let new_tokens = NewTokens {
                 tokens,
                 positions,
                 slots,
                 rows: &rows,
+                states: &states,
             };
-            recorded.run(self, cache, &new, with_experts)
+            recorded.run(self, cache, &new_tokens, with_experts)
         });
         cache.recorded = Some(recorded);
         result
@@ -282,4 +280,14 @@ fn rows<'a>(new: &[(SequenceId, &[u32])], cache: &'a PagedCache) -> Result<Vec<P
         rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
     }
     Ok(rows)
+}
+
+/// Returns the new rows of each sequence's states, if some layers have states.
+fn state_rows(new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<Vec<SlotRows>> {
+    let mut states = Vec::new();
+    for &(id, tokens) in new {
+        let rows = tokens.len();
+        states.extend(cache.slot(id)?.map(|slot| SlotRows { slot, rows }));
+    }
+    Ok(states)
 }

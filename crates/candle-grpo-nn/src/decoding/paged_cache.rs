@@ -170,9 +170,9 @@ impl PagedCache {
     /// [`Decoder::next_logits`](crate::Decoder::next_logits) with this cache. Its operations would
     /// be recorded and run at the wrong time.
     ///
-    /// Steps that copy from the host run without a recording: those of models with states, and
-    /// those of experts that need a wait ([`experts`] has limits, and experts with adapters or
-    /// quantized weights do not use it). Other devices ignore this setting.
+    /// Steps that wait for the device run without a recording: those of experts that need a wait
+    /// ([`experts`] has limits, and experts with adapters or quantized weights do not use it).
+    /// Other devices ignore this setting.
     ///
     /// [`experts`]: candle_grpo_kernels::experts()
     #[must_use]
@@ -486,8 +486,7 @@ impl PagedCache {
     fn grow(&mut self, wanted: PagesAndSlots) -> Result<()> {
         // Must precede the pages that the recordings use.
         #[cfg(feature = "cuda")]
-        if self.block.is_none()
-            && wanted.pages > self.holders.len()
+        if (self.block.is_none() && wanted.pages > self.holders.len() || wanted.slots > self.slots)
             && let Some(recorded) = &mut self.recorded
         {
             recorded.discard();

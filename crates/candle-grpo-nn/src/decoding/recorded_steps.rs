@@ -5,7 +5,8 @@ use std::collections::hash_map::Entry;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
-    PageSlot, PagedRow, Recording, StepInputs, StepSize, StepTables, release_cuda_memory, with_room,
+    PageSlot, PagedRow, Recording, SlotRows, StepInputs, StepSize, StepTables, release_cuda_memory,
+    with_room,
 };
 
 use crate::decoding::MORE_ROWS;
@@ -65,6 +66,8 @@ pub(super) struct NewTokens<'a> {
     pub(super) positions: &'a [u32],
     pub(super) slots: &'a [PageSlot],
     pub(super) rows: &'a [PagedRow<'a>],
+    /// Slots of the states, if there are any.
+    pub(super) states: &'a [SlotRows],
 }
 
 impl RecordedSteps {
@@ -102,8 +105,7 @@ impl RecordedSteps {
         with_experts: bool,
     ) -> Result<Option<(Tensor, Option<Tensor>)>> {
         let n = new.rows.len();
-        // Extra rows repeat the last one, so that fewer sizes occur. They write the same values to
-        // its slot, up to rounding in their products.
+        // Extra rows repeat the last one, so that fewer sizes occur. They write nothing.
         let more = with_room(n, MORE_ROWS) - n;
         if !decoder.is_recordable(n + more) {
             return Ok(None);
@@ -119,10 +121,16 @@ impl RecordedSteps {
         }
         let tokens = repeat_last(new.tokens, more);
         let positions = repeat_last(new.positions, more);
-        let slots = repeat_last(new.slots, more);
         let rows = repeat_last(new.rows, more);
 
-        let tables = StepTables::new(&tokens, &positions, &slots, &rows, decoder.shares_reads())?;
+        let tables = StepTables::new(
+            &tokens,
+            &positions,
+            new.slots,
+            &rows,
+            new.states,
+            decoder.shares_reads(),
+        )?;
         let size = tables.size();
         let key = (size, with_experts);
         let step = match self.steps.entry(key) {
@@ -135,9 +143,8 @@ impl RecordedSteps {
         if let Step::Seen = step {
             let shared = (&mut self.hidden, &mut self.experts);
             let results = StepResults::new(shared, decoder, rows.len(), with_experts);
-            let recorded = results.and_then(|results| {
-                RecordedStep::new(decoder, cache, results, size, (&slots, &rows))
-            });
+            let recorded = results
+                .and_then(|results| RecordedStep::new(decoder, cache, results, size, (new, &rows)));
             *step = recorded.map_or(Step::Refused, |step| Step::Recorded(Box::new(step)));
         }
         let Step::Recorded(step) = step else {
@@ -230,19 +237,19 @@ impl RecordedStep {
         cache: &PagedCache,
         results: StepResults,
         size: StepSize,
-        (slots, rows): (&[PageSlot], &[PagedRow]),
+        (new, rows): (&NewTokens, &[PagedRow]),
     ) -> Result<Self> {
         let device = results.hidden.device();
         let inputs = StepInputs::new(size, device)?;
         let (tokens, positions) = (inputs.tokens()?, inputs.positions()?);
-        let batch = &inputs.batch(slots, rows)?;
+        let (batch, states) = (&inputs.batch(new.slots, rows)?, &inputs.states(new.states)?);
         let operations = || {
             let pass = Pass {
                 angles: &decoder.angles(&positions)?,
                 context: Context::Cache {
                     cache,
                     batch,
-                    slots: &[],
+                    states,
                 },
                 routes: Routes::default(),
                 adapters: &[],

@@ -135,7 +135,7 @@ impl Block {
             Channel::Mlp(_) => false,
             Channel::Experts(experts) => experts.grouped(rows).is_none(),
         };
-        !waits && !self.has_state()
+        !waits
     }
 
     /// Prepares for weights whose addresses change.

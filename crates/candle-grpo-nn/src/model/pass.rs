@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{
-    CausalAttention, DeltaHeads, HeadTransform, PagedBatch, PrefixTree, Scores, SlotRows,
+    CausalAttention, DeltaHeads, HeadTransform, PagedBatch, PrefixTree, Scores, StateBatch,
     causal_conv, causal_conv_gradient, gated_delta_rule, gated_delta_rule_gradient,
     paged_attention,
 };
@@ -45,7 +45,7 @@ pub(crate) enum Context<'a> {
         /// Each token's cache slot and the positions visible to it.
         batch: &'a PagedBatch<'a>,
         /// Sequence states, for blocks that have them.
-        slots: &'a [SlotRows],
+        states: &'a StateBatch<'a>,
     },
     /// Earlier tokens in its sequence, all within this pass, which adds them to a cache.
     Prompts {
@@ -54,7 +54,7 @@ pub(crate) enum Context<'a> {
         batch: &'a PagedBatch<'a>,
         attention: &'a CausalAttention,
         /// Sequence states, for blocks that have them.
-        slots: &'a [SlotRows],
+        states: &'a StateBatch<'a>,
     },
 }
 
@@ -110,12 +110,21 @@ impl<'a> Pass<'a> {
                 let o = gated_delta_rule(&qkv, g, beta, heads, tree)?;
                 Ok((qkv, o))
             }
-            Context::Cache { cache, slots, .. } | Context::Prompts { cache, slots, .. } => {
+            Context::Cache {
+                cache,
+                states: batch,
+                ..
+            }
+            | Context::Prompts {
+                cache,
+                states: batch,
+                ..
+            } => {
                 let states = cache.states(layer)?;
                 // The weight and the gates may have variables.
                 let [weight, g, beta] = [weight, g, beta].map(Tensor::detach);
-                let qkv = states.causal_conv(qkv, &weight, slots)?;
-                let o = states.gated_delta_rule([&qkv, &g, &beta], slots)?;
+                let qkv = states.causal_conv(qkv, &weight, batch)?;
+                let o = states.gated_delta_rule([&qkv, &g, &beta], batch)?;
                 Ok((qkv, o))
             }
         }

@@ -31,13 +31,18 @@ fn by_graph(
     Ok(gradients)
 }
 
-fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
-    assert_eq!(recorded.iter().count(), graph.iter().count());
-    for (name, gradient) in graph.iter() {
+/// Each gradient must be near that of one of the graphs.
+fn check(recorded: &Gradients, graphs: &[&Gradients]) -> Result<()> {
+    assert_eq!(recorded.iter().count(), graphs[0].iter().count());
+    for (name, gradient) in graphs[0].iter() {
         let own = recorded.get(name).expect("a gradient of that name");
         assert_eq!(own.dtype(), DType::F32);
         let scale = max_difference(gradient, &gradient.zeros_like()?)?;
-        let distance = max_difference(own, gradient)?;
+        let mut distance = f64::INFINITY;
+        for graph in graphs {
+            let gradient = graph.get(name).expect("a gradient of that name");
+            distance = distance.min(max_difference(own, gradient)?);
+        }
         assert!(
             scale > 0.0 && distance < 1e-5 * scale.max(0.1),
             "{name}: {distance} of {scale}"
@@ -55,15 +60,14 @@ fn recorded_gradients_equal_those_of_the_graph(
     let model = family.config(tied);
     let parameters = lively(&model)?;
     let batch = left_padded()?;
-    // In f64, because small heads have large derivatives, whose errors in f32 add up.
-    let graph = by_graph(
-        &Decoder::new(&model, parameters.var_builder().to_dtype(DType::F64))?,
-        &parameters,
-        &batch,
-    )?;
+    // Small heads have large derivatives, whose errors in f32 depend on the order of the sums.
+    let [graph, exact] = [DType::F32, DType::F64].map(|dtype| {
+        let decoder = Decoder::new(&model, parameters.var_builder().to_dtype(dtype))?;
+        by_graph(&decoder, &parameters, &batch)
+    });
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let recorded = recorded_gradients(&decoder, &parameters, &batch.0, &batch.1, checkpointing)?;
-    check(&recorded, &graph)
+    check(&recorded, &[&graph?, &exact?])
 }
 
 /// A pass in one dtype may train variables in the other.
@@ -159,7 +163,7 @@ fn recorded_gradients_of_adapters_equal_those_of_the_graph(
         &batch.1,
         checkpointing,
     )?;
-    check(&recorded, &graph)
+    check(&recorded, &[&graph])
 }
 
 #[test]

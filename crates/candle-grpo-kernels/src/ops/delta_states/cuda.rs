@@ -2,9 +2,9 @@
 //! and `causal_conv.cu`.
 
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{Device, Result, Shape, Storage, Tensor, bail};
+use candle_core::{Result, Shape, Storage, Tensor, bail};
 
-use super::SlotRows;
+use super::{SlotRows, StateBatch};
 use crate::DeltaHeads;
 use crate::cuda::in_place::write;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
@@ -20,19 +20,18 @@ pub(crate) fn causal_conv(
     windows: &Tensor,
     x: &Tensor,
     weight: &Tensor,
-    batch: &[SlotRows],
+    batch: &StateBatch,
 ) -> Result<Tensor> {
     let device = x.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let (channels, taps) = weight.dims2()?;
     causal_conv::check(channels, taps)?;
-    let sequences = sequences(batch, x.device())?;
-    let sequences = sequences.storage_and_layout();
+    let sequences = table(batch)?.storage_and_layout();
     let (x_storage, weight) = (x.storage_and_layout(), weight.storage_and_layout());
     let Storage::Cuda(x_cuda) = &*x_storage.0 else {
         bail!("causal_conv: x left the GPU");
     };
-    let mut blocks = grid(batch.len(), causal_conv::THREADS)?;
+    let mut blocks = grid(count(batch), causal_conv::THREADS)?;
     blocks.grid_dim.1 = channels.div_ceil(causal_conv::THREADS as usize) as u32;
     let y = with_cuda_floats!(x_cuda, "x", T => {
         // SAFETY: the kernel writes each element.
@@ -73,12 +72,11 @@ pub(crate) fn gated_delta_rule(
     states: &Tensor,
     [qkv, g, beta]: [&Tensor; 3],
     heads: &DeltaHeads,
-    batch: &[SlotRows],
+    batch: &StateBatch,
 ) -> Result<Tensor> {
     let device = qkv.device().as_cuda_device()?;
     let stream = device.cuda_stream();
-    let sequences = sequences(batch, qkv.device())?;
-    let sequences = sequences.storage_and_layout();
+    let sequences = table(batch)?.storage_and_layout();
     let (qkv_storage, g, beta) = (
         qkv.storage_and_layout(),
         g.storage_and_layout(),
@@ -89,7 +87,7 @@ pub(crate) fn gated_delta_rule(
     };
     let shape = Shape::from((qkv.dim(0)?, heads.values()));
     let floats = heads.key_dim * (STEP_COLUMNS + 2) + gated_delta_rule::THREADS as usize;
-    let by_sequence = gated_delta_rule::blocks(batch.len(), heads, STEP_COLUMNS, floats)?;
+    let by_sequence = gated_delta_rule::blocks(count(batch), heads, STEP_COLUMNS, floats)?;
     let o = with_cuda_floats!(qkv_cuda, "qkv", T => {
         // SAFETY: the kernel writes each element.
         #[allow(unsafe_code)]
@@ -119,17 +117,39 @@ pub(crate) fn gated_delta_rule(
     Ok(as_tensor(o, &shape))
 }
 
-/// Returns the sequence table for a pass, u32 `[sequences, 3]`: the slot, the first row and the
-/// number of rows.
-fn sequences(batch: &[SlotRows], device: &Device) -> Result<Tensor> {
+/// The slot of a sequence without a state, as in `slots.cuh`.
+const NO_SLOT: u32 = u32::MAX;
+
+/// Returns the table's numbers for `count` sequences. Those after `sequences` have a row and no
+/// state.
+pub(crate) fn numbers(sequences: &[SlotRows], count: usize) -> Result<Vec<u32>> {
+    let mut numbers = Vec::with_capacity(3 * count);
     let mut first = 0;
-    let mut table = Vec::with_capacity(3 * batch.len());
-    for &SlotRows { slot, rows } in batch {
-        table.extend([slot, first, rows].map(|x| x as u32));
-        first += rows;
+    for &SlotRows { slot, rows } in sequences {
+        match (u32::try_from(slot), u32::try_from(rows)) {
+            (Ok(slot), Ok(rows)) if slot != NO_SLOT => numbers.extend([slot, first, rows]),
+            _ => bail!("batch: slot {slot} and {rows} rows, must fit in 32 bits on CUDA"),
+        }
+        first = match first.checked_add(rows as u32) {
+            Some(first) => first,
+            None => bail!("batch: more rows than fit in 32 bits, which CUDA requires"),
+        };
     }
-    if u32::try_from(first).is_err() {
-        bail!("batch: {first} rows, must fit in 32 bits on CUDA");
+    for _ in sequences.len()..count {
+        numbers.extend([NO_SLOT, first, 1]);
+        first += 1;
     }
-    Tensor::new(table, device)
+    Ok(numbers)
+}
+
+fn table<'a>(batch: &'a StateBatch) -> Result<&'a Tensor> {
+    match &batch.table {
+        Some(table) => Ok(table),
+        None => bail!("batch: made for the CPU, must be made for the device of the states"),
+    }
+}
+
+/// Number of sequences, with the padding.
+fn count(batch: &StateBatch) -> usize {
+    batch.sequences.len() + batch.padding
 }

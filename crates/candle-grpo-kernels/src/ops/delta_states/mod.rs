@@ -3,7 +3,7 @@
 pub(crate) mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 
 use std::fmt::Display;
 
@@ -24,16 +24,20 @@ use crate::{DeltaHeads, PrefixTree, check, path};
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_grpo_kernels::{DeltaHeads, DeltaStates, SlotRows};
+/// use candle_grpo_kernels::{DeltaHeads, DeltaStates, SlotRows, StateBatch};
 ///
 /// let heads = DeltaHeads { key_heads: 1, value_heads: 1, key_dim: 1, value_dim: 1 };
 /// let states = DeltaStates::new(2, heads, 4, DType::F32, &Device::Cpu)?;
 /// let (zero, half) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[0.5f32]], &Device::Cpu)?);
 /// let row = Tensor::new(&[[2f32, 1., 3.]], &Device::Cpu)?;
-/// let first = states.gated_delta_rule([&row, &zero, &half], &[SlotRows { slot: 0, rows: 1 }])?;
+/// let batch = [SlotRows { slot: 0, rows: 1 }];
+/// let batch = StateBatch::new(&batch, &Device::Cpu)?;
+/// let first = states.gated_delta_rule([&row, &zero, &half], &batch)?;
 /// assert!((first.to_vec2::<f32>()?[0][0] - 1.5).abs() < 1e-5);
 /// states.copy(0, 1)?;
-/// let second = states.gated_delta_rule([&row, &zero, &half], &[SlotRows { slot: 1, rows: 1 }])?;
+/// let fork = [SlotRows { slot: 1, rows: 1 }];
+/// let fork = StateBatch::new(&fork, &Device::Cpu)?;
+/// let second = states.gated_delta_rule([&row, &zero, &half], &fork)?;
 /// assert!((second.to_vec2::<f32>()?[0][0] - 2.25).abs() < 1e-5);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -55,6 +59,49 @@ pub struct SlotRows {
     pub slot: usize,
     /// Number of rows, at least 1.
     pub rows: usize,
+}
+
+/// The next rows of several sequences.
+///
+/// All layers in a pass share a batch. On CUDA its table is copied to the device once.
+#[derive(Debug, Clone)]
+pub struct StateBatch<'a> {
+    sequences: &'a [SlotRows],
+    /// Number of rows after those of the sequences, each of a sequence without a state.
+    padding: usize,
+    /// u32 `[sequences + padding, 3]`: the slot, the first row and the number of rows.
+    #[cfg(feature = "cuda")]
+    table: Option<Tensor>,
+}
+
+impl<'a> StateBatch<'a> {
+    /// Returns a batch for states on `device`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a number does not fit in 32 bits on CUDA.
+    pub fn new(sequences: &'a [SlotRows], device: &Device) -> Result<Self> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            sequences,
+            padding: 0,
+            #[cfg(feature = "cuda")]
+            table: (device.is_cuda() && !sequences.is_empty())
+                .then(|| Tensor::new(cuda::numbers(sequences, sequences.len())?, device))
+                .transpose()?,
+        })
+    }
+
+    /// Like [`Self::new`], with an existing table, which has `padding` more rows.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_table(sequences: &'a [SlotRows], padding: usize, table: Tensor) -> Self {
+        Self {
+            sequences,
+            padding,
+            table: Some(table),
+        }
+    }
 }
 
 impl DeltaStates {
@@ -154,7 +201,7 @@ impl DeltaStates {
     }
 
     /// Computes [`causal_conv`](crate::causal_conv()) on the next rows of several sequences, `x`
-    /// `[N, width]`, and advances their states. `batch` says how many rows each sequence has, in
+    /// `[N, width]`, and advances their states. `batch` has the number of rows of each sequence, in
     /// the order of `x`.
     ///
     /// A row's bits depend only on the rows in its sequence.
@@ -163,7 +210,7 @@ impl DeltaStates {
     ///
     /// Fails if an argument is in a graph, if shapes or dtypes do not match, or if a slot does not
     /// exist or occurs twice.
-    pub fn causal_conv(&self, x: &Tensor, weight: &Tensor, batch: &[SlotRows]) -> Result<Tensor> {
+    pub fn causal_conv(&self, x: &Tensor, weight: &Tensor, batch: &StateBatch) -> Result<Tensor> {
         let rows = causal_conv::check_weight(x, weight)?;
         let shape = [self.heads.width(), self.windows.dim(1)? + 1];
         if weight.dims() != shape {
@@ -175,7 +222,7 @@ impl DeltaStates {
         self.check("x", x, rows, batch)?;
         check::constant("weight", weight)?;
         if !path::is_fused(x) {
-            return composed::causal_conv(&self.windows, x, weight, batch);
+            return composed::causal_conv(&self.windows, x, weight, batch.sequences);
         }
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
@@ -184,7 +231,7 @@ impl DeltaStates {
         }
         let y = with_element!(x.dtype(), "x", T => {
             let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-            let y = cpu::causal_conv::<T>(&self.windows, &x, &weight, batch)?;
+            let y = cpu::causal_conv::<T>(&self.windows, &x, &weight, batch.sequences)?;
             Tensor::from_vec(y, x.shape(), &Device::Cpu)?
         });
         Ok(y)
@@ -202,7 +249,7 @@ impl DeltaStates {
     pub fn gated_delta_rule(
         &self,
         [qkv, g, beta]: [&Tensor; 3],
-        batch: &[SlotRows],
+        batch: &StateBatch,
     ) -> Result<Tensor> {
         check(qkv, g, beta, self.heads)?;
         self.check("qkv", qkv, qkv.dim(0)?, batch)?;
@@ -211,19 +258,19 @@ impl DeltaStates {
         }
         let inputs = [&qkv.contiguous()?, &g.contiguous()?, &beta.contiguous()?];
         if !is_fused(qkv, self.heads) {
-            return composed::gated_delta_rule(&self.states, inputs, self.heads, batch);
+            return composed::gated_delta_rule(&self.states, inputs, self.heads, batch.sequences);
         }
         #[cfg(feature = "cuda")]
         if qkv.device().is_cuda() {
             return cuda::gated_delta_rule(&self.states, inputs, &self.heads, batch);
         }
-        let lengths: Vec<usize> = batch.iter().map(|rows| rows.rows).collect();
+        let lengths: Vec<usize> = batch.sequences.iter().map(|rows| rows.rows).collect();
         let op = GatedDeltaRule {
             heads: self.heads,
             tree: PrefixTree::new(&lengths)?,
         };
         let o = with_element!(qkv.dtype(), "qkv", T => {
-            let o = cpu::gated_delta_rule::<T>(&self.states, inputs, &op, batch)?;
+            let o = cpu::gated_delta_rule::<T>(&self.states, inputs, &op, batch.sequences)?;
             Tensor::from_vec(o, (qkv.dim(0)?, self.heads.values()), &Device::Cpu)?
         });
         Ok(o)
@@ -243,7 +290,7 @@ impl DeltaStates {
         Ok(())
     }
 
-    fn check(&self, name: &str, x: &Tensor, rows: usize, batch: &[SlotRows]) -> Result<()> {
+    fn check(&self, name: &str, x: &Tensor, rows: usize, batch: &StateBatch) -> Result<()> {
         check::constant(name, x)?;
         if x.dtype() != self.dtype {
             bail!(
@@ -253,11 +300,11 @@ impl DeltaStates {
             );
         }
         check::same_device(&[("the states", &self.states), (name, x)])?;
-        if batch.is_empty() {
+        if batch.sequences.is_empty() {
             bail!("batch: no sequences, must have at least one");
         }
-        let (mut seen, mut sum) = (vec![false; self.len()], 0usize);
-        for (index, sequence) in batch.iter().enumerate() {
+        let (mut seen, mut sum) = (vec![false; self.len()], batch.padding);
+        for (index, sequence) in batch.sequences.iter().enumerate() {
             self.check_slot(format_args!("batch[{index}].slot"), sequence.slot)?;
             if std::mem::replace(&mut seen[sequence.slot], true) {
                 bail!(

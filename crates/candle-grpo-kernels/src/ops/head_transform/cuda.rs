@@ -79,7 +79,7 @@ impl Shape {
     }
 }
 
-/// What happens to each head.
+/// The operations on each head.
 #[derive(Clone, Copy)]
 pub(crate) struct Transform<'a> {
     /// Contiguous weights `[head_dim]` for queries and for keys.
@@ -319,7 +319,12 @@ fn weight_gradients<T: CudaElement>(
         }
         .launch(device, by_columns)?;
     }
-    let vector = |sum| as_tensor(CudaStorage::wrap_cuda_slice(sum, device.clone()), &head_dim.into());
+    let vector = |sum| {
+        as_tensor(
+            CudaStorage::wrap_cuda_slice(sum, device.clone()),
+            &head_dim.into(),
+        )
+    };
     Ok([vector(of_query), vector(of_key)])
 }
 

@@ -9,8 +9,11 @@ use crate::cpu::with_element;
 use crate::cuda::in_place::write as write_in_place;
 use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
-use crate::{HeadTransform, RmsNormOptions, Scores, cuda_memory};
+use crate::ops::delta_states::cuda as delta_states;
+use crate::{HeadTransform, RmsNormOptions, Scores, SlotRows, StateBatch, cuda_memory};
 
+/// A row that writes nothing, as in `slots.cuh`.
+const NO_SLOT: u32 = u32::MAX;
 /// Maximum rows in a unit.
 const UNIT_ROWS: usize = 32;
 /// Fewest span reads that units must save. With eight key heads of 128 elements in bf16, these are
@@ -129,8 +132,10 @@ impl Numbers {
         for row in rows {
             begins.push(number(row.visible)?);
         }
-        let slots = slots.iter();
-        let slots = slots.map(|slot| number(slot.page * PAGE + slot.position));
+        // The largest number is no slot.
+        let slots = slots
+            .iter()
+            .map(|slot| Ok(number(slot.page * PAGE + slot.position + 1)? - 1));
         let units = if shares_reads {
             Unit::all(rows)
         } else {
@@ -180,11 +185,13 @@ impl Numbers {
             spans: self.pages.len(),
             parts: self.longest.div_ceil(PART),
             units: (!self.units.is_empty()).then(size),
+            has_states: false,
         }
     }
 
-    /// All numbers in tables of this size. The rest is padding.
-    fn concat(mut self, size: StepSize) -> Result<Vec<u32>> {
+    /// All numbers in tables of this size, with `slots` slots. The rest is padding.
+    fn concat(mut self, size: StepSize, slots: usize) -> Result<Vec<u32>> {
+        self.slots.resize(slots, NO_SLOT);
         let mut of_units = Vec::new();
         if let Some(UnitSize { units, .. }) = size.units {
             for spans in &self.shared {
@@ -219,7 +226,7 @@ impl Tables {
     ) -> Result<Self> {
         let numbers = Numbers::new(slots, rows, shares_reads)?;
         let size = numbers.size();
-        let all = numbers.concat(size)?;
+        let all = numbers.concat(size, slots.len())?;
         let all = if all.is_empty() {
             Tensor::zeros(0, DType::U32, device)?
         } else {
@@ -261,6 +268,7 @@ pub struct StepSize {
     spans: usize,
     parts: usize,
     units: Option<UnitSize>,
+    has_states: bool,
 }
 
 /// The number of units, and at least the largest number of rows in a unit, of parts that a row
@@ -286,6 +294,7 @@ impl StepSize {
                 own_parts: units.own_parts.next_power_of_two(),
                 shared_parts: units.shared_parts.next_power_of_two(),
             }),
+            has_states: self.has_states,
         }
     }
 
@@ -296,6 +305,11 @@ impl StepSize {
             .map_or(0, |units| 2 * self.rows + units.units + 1);
         4 * self.rows + 2 * self.spans + of_units
     }
+
+    /// Number of entries in the table of states.
+    fn of_states(self) -> usize {
+        if self.has_states { 3 * self.rows } else { 0 }
+    }
 }
 
 /// Tokens, positions and tables for a decoding step, with one row per sequence.
@@ -303,11 +317,17 @@ pub struct StepTables {
     size: StepSize,
     tokens_and_positions: Vec<u32>,
     tables: Numbers,
+    /// The table of a [`StateBatch`], or nothing.
+    states: Vec<u32>,
 }
 
 impl StepTables {
-    /// Builds a step's tables. Row i writes to slot i. For `shares_reads`, see
-    /// [`PagedBatch::new`]; without it, there are fewer sizes.
+    /// Builds a step's tables. Row i writes to slot i. Rows after the slots write nothing, so that
+    /// fewer sizes occur. For `shares_reads`, see [`PagedBatch::new`]; without it, there are fewer
+    /// sizes.
+    ///
+    /// `states` has a row of each sequence in the order of the slots, or is empty for a decoder
+    /// without states.
     ///
     /// # Errors
     ///
@@ -317,22 +337,36 @@ impl StepTables {
         positions: &[u32],
         slots: &[PageSlot],
         rows: &[PagedRow],
+        states: &[SlotRows],
         shares_reads: bool,
     ) -> Result<Self> {
-        if [tokens.len(), positions.len(), slots.len()] != [rows.len(); 3] {
+        if [tokens.len(), positions.len()] != [rows.len(); 2] || slots.len() > rows.len() {
             bail!(
-                "rows: {} tokens, {} positions, {} slots and {} rows, must be one of each for a row",
+                "rows: {} tokens, {} positions, {} slots and {} rows, must be one of each for a row, and at most as many slots",
                 tokens.len(),
                 positions.len(),
                 slots.len(),
                 rows.len()
             );
         }
+        let has_states = !states.is_empty();
+        if has_states && (states.len() != slots.len() || states.iter().any(|state| state.rows != 1))
+        {
+            bail!(
+                "states: {states:?}, must be one for each of {} slots, with one row",
+                slots.len()
+            );
+        }
         let tables = Numbers::new(slots, rows, shares_reads)?;
+        let of_states = if has_states { rows.len() } else { 0 };
         Ok(Self {
-            size: tables.size().rounded_up(),
+            size: StepSize {
+                has_states,
+                ..tables.size().rounded_up()
+            },
             tokens_and_positions: [tokens, positions].concat(),
             tables,
+            states: delta_states::numbers(states, of_states)?,
         })
     }
 
@@ -347,7 +381,7 @@ impl StepTables {
 #[derive(Debug)]
 pub struct StepInputs {
     size: StepSize,
-    /// Tokens, positions, then the tables, u32.
+    /// Tokens, positions, the tables, then the table of states, u32.
     all: Tensor,
 }
 
@@ -359,7 +393,8 @@ impl StepInputs {
     /// Fails if `device` is not a GPU, or does not have enough memory.
     pub fn new(size: StepSize, device: &Device) -> Result<Self> {
         device.as_cuda_device()?;
-        let all = Tensor::zeros(2 * size.rows + size.entries(), DType::U32, device)?;
+        let entries = 2 * size.rows + size.entries() + size.of_states();
+        let all = Tensor::zeros(entries, DType::U32, device)?;
         Ok(Self { size, all })
     }
 
@@ -391,7 +426,8 @@ impl StepInputs {
             bail!("step: {:?}, must be {:?}", step.size, self.size);
         }
         let mut all = step.tokens_and_positions;
-        all.extend(step.tables.concat(self.size)?);
+        all.extend(step.tables.concat(self.size, self.size.rows)?);
+        all.extend(step.states);
         write_in_place(&self.all, |storage, _| {
             let device = storage.device.clone();
             device.memcpy_htod(&all, storage.as_cuda_slice_mut::<u32>()?)
@@ -411,7 +447,27 @@ impl StepInputs {
         let rows_in_all = self.size.rows;
         let tables = self.all.narrow(0, 2 * rows_in_all, self.size.entries())?;
         let tables = Tables::of(&tables, rows_in_all, self.size)?;
-        PagedBatch::with_tables(slots, rows, Some(tables))
+        let padding = rows_in_all.saturating_sub(slots.len());
+        PagedBatch::with_tables(slots, rows, padding, Some(tables))
+    }
+
+    /// The batch of states with these tables, or one without sequences. Its argument is the same as
+    /// in [`StepTables::new`].
+    ///
+    /// # Errors
+    ///
+    /// Same as Candle's operations.
+    pub fn states<'a>(&self, states: &'a [SlotRows]) -> Result<StateBatch<'a>> {
+        let StepSize { rows, .. } = self.size;
+        let entries = self.size.of_states();
+        if entries == 0 {
+            return StateBatch::new(&[], self.all.device());
+        }
+        let table = self
+            .all
+            .narrow(0, self.all.elem_count() - entries, entries)?;
+        let padding = rows.saturating_sub(states.len());
+        Ok(StateBatch::with_table(states, padding, table))
     }
 }
 
@@ -937,7 +993,7 @@ mod tests {
             let all = Numbers::new(&slots, &rows, true)?.concat(size)?;
             assert_eq!(all.len(), size.entries());
         }
-        let all = numbers.concat(size)?;
+        let all = numbers.concat(size, slots.len())?;
         assert_eq!(all[all.len() - 5..], [0, 9, 14, 21, 21]);
         Ok(())
     }

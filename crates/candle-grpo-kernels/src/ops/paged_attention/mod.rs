@@ -82,6 +82,8 @@ pub struct PageSlot {
 pub struct PagedBatch<'a> {
     slots: &'a [PageSlot],
     rows: &'a [PagedRow<'a>],
+    /// Number of rows after the slots that write nothing.
+    padding: usize,
     /// Number of pages that the slots and rows need.
     pages: usize,
     #[cfg(feature = "cuda")]
@@ -120,6 +122,7 @@ impl<'a> PagedBatch<'a> {
         Ok(Self {
             slots,
             rows,
+            padding: 0,
             pages,
             #[cfg(feature = "cuda")]
             tables: device
@@ -155,16 +158,18 @@ impl<'a> PagedBatch<'a> {
         partial_elements((rows, heads), head_dim, most) * size_of::<f32>()
     }
 
-    /// Like [`Self::new`], with existing tables.
+    /// Like [`Self::new`], with existing tables, and with `padding` rows that write nothing.
     #[cfg(feature = "cuda")]
     pub(crate) fn with_tables(
         slots: &'a [PageSlot],
         rows: &'a [PagedRow<'a>],
+        padding: usize,
         tables: Option<cuda::Tables>,
     ) -> Result<Self> {
         Ok(Self {
             slots,
             rows,
+            padding,
             pages: Self::check(slots, rows)?,
             tables,
         })
@@ -203,6 +208,11 @@ impl<'a> PagedBatch<'a> {
             }
         }
         Ok(pages)
+    }
+
+    /// Number of rows of new keys and values.
+    fn written(&self) -> usize {
+        self.slots.len() + self.padding
     }
 
     fn check_pages(&self, there: usize) -> Result<()> {
@@ -399,7 +409,7 @@ impl KeyValuePages {
             && transform.fits(query.dim(0)?, self.values.dim(3)?, &self.values)
         {
             self.check_write(key, value, batch)?;
-            self.check_query(query, batch.slots.len(), transform.parts())?;
+            self.check_query(query, batch.written(), transform.parts())?;
             let queries = Some((query, transform));
             let rotated = cuda::write(self, queries, key, value, batch)?;
             return Ok(rotated.unwrap_or_else(|| query.clone()));
@@ -412,7 +422,7 @@ impl KeyValuePages {
 
     fn check_write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
         let (_, kv_heads, _, head_dim) = self.values.dims4()?;
-        let slots = batch.slots.len();
+        let slots = batch.written();
         for (name, x) in [("key", key), ("value", value)] {
             if x.dims() != [slots, kv_heads * head_dim] {
                 bail!(
