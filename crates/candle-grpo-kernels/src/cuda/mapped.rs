@@ -70,6 +70,11 @@ impl MappedTensor {
         &self.tensor
     }
 
+    /// Bytes of memory for this many rows.
+    pub(crate) fn bytes(&self, rows: usize) -> usize {
+        (rows * self.row_bytes).next_multiple_of(self.range.granularity)
+    }
+
     /// The smallest number of rows whose memory has no rest.
     pub(crate) fn rows_without_rest(&self) -> usize {
         crate::rows_without_rest(self.row_bytes, self.range.granularity)

@@ -12,6 +12,6 @@ pub(crate) const MORE_ROWS: usize = 16;
 
 pub(crate) use packed_weights::PackedWeights;
 pub use paged_cache::{PagedCache, SequenceId};
-pub(crate) use paged_cache::{pages_for, pages_in_place};
+pub(crate) use paged_cache::{pages_for, pages_in_place, slots_in_place};
 pub use sequences::{Decoding, SequenceStates};
 pub(crate) use sequences::{PagedDecoding, full_pass};

@@ -25,6 +25,11 @@ pub(crate) fn pages_for(taken: usize) -> usize {
     }
 }
 
+/// Like [`pages_for`], for slots that grow in place: up to a quarter more.
+pub(crate) fn slots_in_place(taken: usize) -> usize {
+    with_room(taken.max(FIRST_SLOTS), usize::MAX)
+}
+
 /// Like [`pages_for`], for pages that grow in place, in multiples of `block`: up to a quarter more.
 pub(crate) fn pages_in_place(taken: usize, block: usize) -> usize {
     block * with_room(taken.div_ceil(block), usize::MAX)
@@ -43,7 +48,8 @@ pub(crate) fn pages_in_place(taken: usize, block: usize) -> usize {
 /// when the cache is dropped, after a wait for its work. On other devices, and on GPUs without
 /// virtual memory management, the page count doubles, and all pages are copied.
 ///
-/// Gated delta rule blocks have one fixed-size state per sequence. A fork copies it.
+/// Gated delta rule blocks have one fixed-size state per sequence. A fork copies it. On CUDA,
+/// states grow in place as pages do.
 #[derive(Debug)]
 pub struct PagedCache {
     /// One per layer. Page and slot numbers are the same in all layers.
@@ -61,8 +67,8 @@ pub struct PagedCache {
     /// Number of pages by which memory grows, if pages grow in place. The page count is a
     /// multiple.
     block: Option<usize>,
-    /// Bytes for a page and for a slot, over all layers.
-    bytes: PagesAndSlots,
+    /// Bytes for a page, over all layers.
+    page_bytes: usize,
     /// Maximum number of bytes.
     limit: Option<usize>,
     sequences: BTreeMap<usize, Sequence>,
@@ -113,17 +119,16 @@ impl PagedCache {
     /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
-        let mut bytes = PagesAndSlots::default();
+        let mut page_bytes = 0;
         let blocks = config.architecture().blocks;
         let layers = blocks.iter().map(|block| {
             Ok(match &block.tokens.mixer {
                 TokenMixerPlan::GatedDelta(plan) => {
-                    bytes.slots += plan.state_bytes();
                     let states = DeltaStates::new(0, plan.heads, plan.taps, dtype, device)?;
                     Layer::States(states)
                 }
                 TokenMixerPlan::Attention(plan) => {
-                    bytes.pages += plan.page_bytes(dtype);
+                    page_bytes += plan.page_bytes(dtype);
                     Layer::Pages(KeyValuePages::new(
                         0,
                         config.num_key_value_heads,
@@ -151,7 +156,7 @@ impl PagedCache {
             slots: 0,
             free_slots: Vec::new(),
             block,
-            bytes,
+            page_bytes,
             limit: None,
             sequences: BTreeMap::new(),
             next_id: 0,
@@ -271,10 +276,11 @@ impl PagedCache {
     }
 
     /// Removes all sequences, the limit, and the memory of the pages, for later sequences of the
-    /// same decoder. Addresses and recorded steps remain. Returns false if pages do not grow in
-    /// place, or if there are states.
+    /// same decoder. Addresses and recorded steps remain. Returns false if pages or states do not
+    /// grow in place.
     pub(crate) fn empty(&mut self) -> Result<bool> {
-        if self.block.is_none() || self.has_states {
+        let mut states = self.layers.iter().filter_map(Layer::states);
+        if self.block.is_none() || !states.all(DeltaStates::grow_in_place) {
             return Ok(false);
         }
         #[cfg(feature = "cuda")]
@@ -284,8 +290,10 @@ impl PagedCache {
         self.sequences.clear();
         self.holders.clear();
         self.free.clear();
+        self.free_slots.clear();
+        self.slots = 0;
         self.limit = None;
-        self.shrink(0)?;
+        self.shrink(PagesAndSlots::default())?;
         Ok(true)
     }
 
@@ -433,7 +441,12 @@ impl PagedCache {
         };
         let mut wanted = allocated;
         if needed.slots > allocated.slots {
-            wanted.slots = needed.slots.next_power_of_two().max(FIRST_SLOTS);
+            let mut states = self.layers.iter().filter_map(Layer::states);
+            wanted.slots = if states.all(DeltaStates::grow_in_place) {
+                slots_in_place(needed.slots)
+            } else {
+                needed.slots.next_power_of_two().max(FIRST_SLOTS)
+            };
         }
         if needed.pages > allocated.pages {
             wanted.pages = match self.block {
@@ -457,6 +470,10 @@ impl PagedCache {
                 |least: usize| (least as u128 * limit as u128 / bytes.max(1) as u128) as usize;
             wanted.pages = wanted.pages.min(share(least.pages) / block * block);
             wanted.slots = wanted.slots.min(share(least.slots));
+            // Slots in place take whole mappings.
+            while self.bytes_of(wanted) > limit && wanted.slots > least.slots {
+                wanted.slots -= 1;
+            }
         }
         let middle = PagesAndSlots {
             pages: wanted.pages.midpoint(least.pages) / block * block,
@@ -480,13 +497,15 @@ impl PagedCache {
 
     /// Bytes for this many pages and slots.
     fn bytes_of(&self, count: PagesAndSlots) -> usize {
-        count.pages * self.bytes.pages + count.slots * self.bytes.slots
+        let states = self.layers.iter().filter_map(Layer::states);
+        let of_states: usize = states.map(|states| states.bytes(count.slots)).sum();
+        count.pages * self.page_bytes + of_states
     }
 
     fn grow(&mut self, wanted: PagesAndSlots) -> Result<()> {
-        // Must precede the pages that the recordings use.
+        // Must precede the pages and the states that the recordings use.
         #[cfg(feature = "cuda")]
-        if (self.block.is_none() && wanted.pages > self.holders.len() || wanted.slots > self.slots)
+        if self.layers.iter().any(|layer| layer.moves(wanted))
             && let Some(recorded) = &mut self.recorded
         {
             recorded.discard();
@@ -499,9 +518,9 @@ impl PagedCache {
                 Layer::Pages(_) | Layer::States(_) => Ok(()),
             }
         });
-        if grown.is_err() && self.block.is_some() {
+        if grown.is_err() {
             // Their memory may be enough for a smaller growth.
-            self.shrink(self.holders.len())?;
+            self.shrink(self.allocated())?;
         }
         grown?;
         // The lowest number is popped first.
@@ -512,10 +531,15 @@ impl PagedCache {
         Ok(())
     }
 
-    /// Returns the memory of pages that grow in place, from the page `pages` on.
-    fn shrink(&mut self, pages: usize) -> Result<()> {
+    /// Returns the memory of pages and states that grow in place, beyond those `kept`.
+    fn shrink(&mut self, kept: PagesAndSlots) -> Result<()> {
         self.layers.iter_mut().try_for_each(|layer| match layer {
-            Layer::Pages(own) if own.len() > pages => own.shrink(pages),
+            Layer::Pages(own) if own.len() > kept.pages && own.pages_in_place().is_some() => {
+                own.shrink(kept.pages)
+            }
+            Layer::States(own) if own.len() > kept.slots && own.grow_in_place() => {
+                own.shrink(kept.slots)
+            }
             Layer::Pages(_) | Layer::States(_) => Ok(()),
         })
     }
@@ -549,6 +573,15 @@ impl PagedCache {
 }
 
 impl Layer {
+    /// Returns whether growth to this size moves what is there.
+    #[cfg(feature = "cuda")]
+    fn moves(&self, wanted: PagesAndSlots) -> bool {
+        match self {
+            Self::Pages(pages) => pages.len() < wanted.pages && pages.pages_in_place().is_none(),
+            Self::States(states) => states.len() < wanted.slots && !states.grow_in_place(),
+        }
+    }
+
     fn states(&self) -> Option<&DeltaStates> {
         match self {
             Self::Pages(_) => None,
@@ -564,7 +597,7 @@ mod tests {
 
     /// A page's bytes in [`cache`]: keys and values in f32, over all layers.
     fn page_bytes() -> usize {
-        cache().bytes.pages
+        cache().page_bytes
     }
 
     fn cache() -> PagedCache {
@@ -702,7 +735,8 @@ mod tests {
         assert_eq!(cache.slots, 2 * FIRST_SLOTS);
         assert!(cache.states(0).is_err() && cache.pages(1).is_err());
         // Sequences take 9 of 16 slots and 1 of 64 pages.
-        let PagesAndSlots { pages, slots } = cache.bytes;
+        let bytes = |pages, slots| cache.bytes_of(PagesAndSlots { pages, slots });
+        let (pages, slots) = (bytes(1, 0), bytes(0, 1));
         cache.limit_memory(FIRST_PAGES * pages + 18 * slots + slots / 2);
         assert!(cache.reserve(&[(None, 1); 7]).unwrap());
         assert_eq!(cache.slots, 2 * FIRST_SLOTS);

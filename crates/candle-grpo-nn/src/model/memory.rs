@@ -10,7 +10,7 @@ use candle_grpo_kernels::{
 use crate::config::architecture::{
     AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan, linear_maps,
 };
-use crate::decoding::{MORE_ROWS, pages_for, pages_in_place};
+use crate::decoding::{MORE_ROWS, pages_for, pages_in_place, slots_in_place};
 use crate::weights::base_weights::FrozenForm;
 use crate::{ActivationCheckpointing, BaseWeights, DecoderConfig, LoraConfig};
 
@@ -174,7 +174,14 @@ impl DecoderConfig {
                 pages_in_place(pages, block) * plan.page_bytes(dtype)
             }
             TokenMixerPlan::Attention(plan) => pages_for(pages) * plan.page_bytes(dtype),
-            TokenMixerPlan::GatedDelta(plan) => groups * (group_size + 1) * plan.state_bytes(),
+            TokenMixerPlan::GatedDelta(plan) if on_cuda => {
+                let slots = slots_in_place(groups * (group_size + 1));
+                let mapped = |bytes: usize| (slots * bytes).next_multiple_of(MAPPED_BYTES);
+                plan.state_bytes().map(mapped).iter().sum()
+            }
+            TokenMixerPlan::GatedDelta(plan) => {
+                groups * (group_size + 1) * plan.state_bytes().iter().sum::<usize>()
+            }
         };
         self.architecture().blocks.into_iter().map(of_block).sum()
     }
@@ -271,11 +278,12 @@ impl AttentionPlan {
 }
 
 impl GatedDeltaPlan {
-    /// Bytes for a sequence's states.
-    pub(crate) fn state_bytes(&self) -> usize {
+    /// Bytes for a sequence's state, and for its rows before the convolution.
+    pub(crate) fn state_bytes(&self) -> [usize; 2] {
         let heads = self.heads;
         let state = heads.value_heads * heads.key_dim * heads.value_dim;
-        (state + (self.taps - 1) * heads.width()) * DType::F32.size_in_bytes()
+        let window = (self.taps - 1) * heads.width();
+        [state, window].map(|elements| elements * DType::F32.size_in_bytes())
     }
 
     fn recorded(&self) -> usize {

@@ -140,7 +140,12 @@ fn merged_adapters_take_no_driver_calls(
 #[case::without_experts(Family::Qwen3.into(), Step::Recorded, 1, 0)]
 #[case::experts(Family::Qwen3Moe.into(), Step::Recorded, 1, 0)]
 #[case::experts_that_are_returned(Family::Qwen3Moe.into(), Step::RecordedWithExperts, 2, 1)]
-#[case::states(Kind(Family::Qwen3_5, Some(LayerType::LinearAttention)), Step::Recorded, 1, 0)]
+#[case::states(
+    Kind(Family::Qwen3_5, Some(LayerType::LinearAttention)),
+    Step::Recorded,
+    1,
+    0
+)]
 fn a_recorded_step_keeps_its_budget_of_driver_calls(
     #[case] kind: Kind,
     #[case] step: Step,

@@ -513,14 +513,16 @@ fn experts_in_one_launch_equal_those_one_by_one(
     Ok(())
 }
 
-/// Without virtual memory management, pages move, and steps are recorded again.
-#[test]
-fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
+/// Without virtual memory management, pages and states move, and steps are recorded again.
+#[rstest]
+fn recorded_steps_stay_when_the_cache_grows(
+    #[values(Family::Qwen3, Family::Qwen3_5)] family: Family,
+) -> Result<()> {
     if CudaCalls::now().is_none() {
         println!("skipped: no emulated GPU counts the calls");
         return Ok(());
     }
-    let config = long(Family::Qwen3);
+    let config = long(family);
     let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
     let run = |grows: bool| -> Result<_> {
         let mut cache = cache(&config, DType::F32)?;
@@ -532,7 +534,7 @@ fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
             if step == 4 {
                 before = CudaCalls::now();
                 if grows {
-                    assert!(cache.reserve(&[(None, 10_000)])?);
+                    assert!(cache.reserve(&[(None, 1000); 10])?);
                 }
             }
             let token = [step % 13];
@@ -562,9 +564,11 @@ fn recorded_steps_stay_when_the_cache_grows() -> Result<()> {
 }
 
 /// Later sequences have what recorded steps need, and nothing of the earlier ones.
-#[test]
-fn an_empty_cache_has_no_limit_and_no_sequences() -> Result<()> {
-    let config = config(true);
+#[rstest]
+fn an_empty_cache_has_no_limit_and_no_sequences(
+    #[values(Family::Llama, Family::Qwen3_5)] family: Family,
+) -> Result<()> {
+    let config = family.config(true);
     let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
     let parameters = lively(&config)?;
     for (_, weight) in parameters.iter() {
@@ -577,10 +581,10 @@ fn an_empty_cache_has_no_limit_and_no_sequences() -> Result<()> {
     };
     let mut first = decoder.decoding()?;
     first.record_steps();
-    first.limit_memory(1 << 20)?;
+    first.limit_memory(16 << 20)?;
     let id = first.add();
     let expected = steps(&mut *first, id)?;
-    assert!(!first.reserve(&[(None, 50_000)])?);
+    assert!(!first.reserve(&[(None, 500_000)])?);
     let pages = KeyValuePages::new(1, 1, 8, DType::F32, device())?;
     let cache = first.into_empty_cache();
     // Without recorded steps there is nothing to keep.

@@ -1,15 +1,19 @@
 //! The CUDA path of [`DeltaStates`](crate::DeltaStates), with the kernels in `gated_delta_rule.cu`
 //! and `causal_conv.cu`.
 
-use candle_core::cuda_backend::CudaStorage;
-use candle_core::{Result, Shape, Storage, Tensor, bail};
+use candle_core::cuda_backend::cudarc::driver::result;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUstream};
+use candle_core::cuda_backend::{CudaStorage, WrapErr};
+use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 
 use super::{SlotRows, StateBatch};
-use crate::DeltaHeads;
+use crate::cuda::argument::Argument;
 use crate::cuda::in_place::write;
+use crate::cuda::mapped::MappedTensor;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::ops::causal_conv::cuda as causal_conv;
 use crate::ops::gated_delta_rule::cuda as gated_delta_rule;
+use crate::{DeltaHeads, cuda_memory};
 
 /// Value columns per block, as in the kernel.
 const STEP_COLUMNS: usize = 32;
@@ -115,6 +119,58 @@ pub(crate) fn gated_delta_rule(
         CudaStorage::wrap_cuda_slice(o, device.clone())
     });
     Ok(as_tensor(o, &shape))
+}
+
+/// Reserves addresses for states and for windows. `None` if the device cannot map memory.
+pub(crate) fn reserve(
+    heads: DeltaHeads,
+    taps: usize,
+    device: &Device,
+) -> Result<Option<[MappedTensor; 2]>> {
+    // Both together take at most all of the memory.
+    let most = cuda_memory(device)?.total;
+    let state = [heads.value_heads, heads.key_dim, heads.value_dim];
+    let window = [taps - 1, heads.width()];
+    let reserve = |shape: &[usize]| MappedTensor::reserve(shape, DType::F32, device, most);
+    Ok(match reserve(&state)? {
+        None => None,
+        Some(states) => reserve(&window)?.map(|windows| [states, windows]),
+    })
+}
+
+/// Copies a slot of contiguous f32 `tensor` to another.
+pub(crate) fn copy(tensor: &Tensor, from: usize, to: usize) -> Result<()> {
+    with_slots(tensor, |start, bytes, stream| {
+        let at = |slot: usize| start + (slot * bytes) as CUdeviceptr;
+        // SAFETY: both slots have memory, and do not overlap.
+        #[allow(unsafe_code)]
+        unsafe { result::memcpy_dtod_async(at(to), at(from), bytes, stream) }.w()
+    })
+}
+
+/// Zeroes a slot of contiguous f32 `tensor`.
+pub(crate) fn clear(tensor: &Tensor, slot: usize) -> Result<()> {
+    with_slots(tensor, |start, bytes, stream| {
+        let at = start + (slot * bytes) as CUdeviceptr;
+        // SAFETY: the slot has memory.
+        #[allow(unsafe_code)]
+        unsafe { result::memset_d8_async(at, 0, bytes, stream) }.w()
+    })
+}
+
+/// Calls `operation` with the address of contiguous f32 `tensor`, the bytes of a slot, and the
+/// stream.
+fn with_slots(
+    tensor: &Tensor,
+    operation: impl FnOnce(CUdeviceptr, usize, CUstream) -> Result<()>,
+) -> Result<()> {
+    let bytes = tensor.dims()[1..].iter().product::<usize>() * size_of::<f32>();
+    write(tensor, |storage, layout| {
+        let stream = storage.device.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        let elements = Out::<f32>::in_place(storage, layout, &stream)?;
+        operation(*elements.bits(), bytes, stream.cu_stream())
+    })
 }
 
 /// The slot of a sequence without a state, as in `slots.cuh`.

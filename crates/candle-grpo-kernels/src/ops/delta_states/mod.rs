@@ -10,6 +10,8 @@ use std::fmt::Display;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
+#[cfg(feature = "cuda")]
+use crate::cuda::mapped::MappedTensor;
 use crate::ops::causal_conv;
 use crate::ops::gated_delta_rule::{GatedDeltaRule, check, is_fused};
 use crate::precision::arithmetic_dtype;
@@ -41,7 +43,7 @@ use crate::{DeltaHeads, PrefixTree, check, path};
 /// assert!((second.to_vec2::<f32>()?[0][0] - 2.25).abs() < 1e-5);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct DeltaStates {
     heads: DeltaHeads,
     /// Row dtype.
@@ -50,6 +52,11 @@ pub struct DeltaStates {
     states: Tensor,
     /// `[slots, taps - 1, width]`
     windows: Tensor,
+    /// Number of slots, at most those of the tensors.
+    len: usize,
+    /// The memory of `states` and `windows`, if slots grow in place.
+    #[cfg(feature = "cuda")]
+    mapped: Option<Box<[MappedTensor; 2]>>,
 }
 
 /// A sequence's next rows.
@@ -108,6 +115,9 @@ impl DeltaStates {
     /// Creates zeroed slots, the state before a sequence, for rows in `dtype` and a convolution
     /// with `taps` taps.
     ///
+    /// On GPUs with virtual memory management, slots grow in place. Their memory is mapped to
+    /// addresses that are reserved for it, so growth copies nothing.
+    ///
     /// # Errors
     ///
     /// Fails if a size other than `slots` is 0 or `dtype` is not a float dtype.
@@ -126,6 +136,33 @@ impl DeltaStates {
             bail!("dtype: {dtype:?}, must be a float dtype");
         }
         check::one_stream(device)?;
+        #[cfg(feature = "cuda")]
+        if device.is_cuda()
+            && path::fuses(dtype, device)
+            && taps > 1
+            && let Some(mapped) = cuda::reserve(heads, taps, device)?
+        {
+            let mut new = Self {
+                heads,
+                dtype,
+                states: mapped[0].tensor().clone(),
+                windows: mapped[1].tensor().clone(),
+                len: 0,
+                mapped: Some(Box::new(mapped)),
+            };
+            new.grow(slots)?;
+            return Ok(new);
+        }
+        Self::allocate(slots, heads, taps, dtype, device)
+    }
+
+    fn allocate(
+        slots: usize,
+        heads: DeltaHeads,
+        taps: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let wide = arithmetic_dtype(dtype);
         let state = (slots, heads.value_heads, heads.key_dim, heads.value_dim);
         Ok(Self {
@@ -133,33 +170,67 @@ impl DeltaStates {
             dtype,
             states: Tensor::zeros(state, wide, device)?,
             windows: Tensor::zeros((slots, taps - 1, heads.width()), wide, device)?,
+            len: slots,
+            #[cfg(feature = "cuda")]
+            mapped: None,
         })
     }
 
     /// Returns the number of slots.
     pub fn len(&self) -> usize {
-        self.states.dims()[0]
+        self.len
     }
 
     /// Returns whether there are no slots.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.len == 0
+    }
+
+    /// Returns whether slots grow in place.
+    pub fn grow_in_place(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.mapped.is_some() {
+            return true;
+        }
+        false
+    }
+
+    /// Returns the bytes of memory for this many slots.
+    pub fn bytes(&self, slots: usize) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(mapped) = &self.mapped {
+            return mapped.iter().map(|part| part.bytes(slots)).sum();
+        }
+        let elements = |tensor: &Tensor| tensor.dims()[1..].iter().product::<usize>();
+        let of_slot: usize = self.tensors().map(elements).iter().sum();
+        slots * of_slot * self.states.dtype().size_in_bytes()
     }
 
     /// Appends zeroed slots until there are `slots`.
     ///
     /// # Errors
     ///
-    /// Fails if there are already more slots.
+    /// Fails if there are already more slots, or if there is not enough memory. Then there are as
+    /// many as before, with the same content.
     pub fn grow(&mut self, slots: usize) -> Result<()> {
-        if slots < self.len() {
+        if slots < self.len {
             bail!(
                 "slots: {slots}, must be at least the current number, {}",
-                self.len()
+                self.len
             );
         }
+        #[cfg(feature = "cuda")]
+        if let Some([states, windows]) = self.mapped.as_deref_mut() {
+            states.grow(self.len, slots)?;
+            if let Err(error) = windows.grow(self.len, slots) {
+                states.shrink(self.len)?;
+                return Err(error);
+            }
+            self.len = slots;
+            return Ok(());
+        }
         let taps = self.windows.dim(1)? + 1;
-        let grown = Self::new(slots, self.heads, taps, self.dtype, self.states.device())?;
+        let grown = Self::allocate(slots, self.heads, taps, self.dtype, self.states.device())?;
         for (to, from) in grown.tensors().into_iter().zip(self.tensors()) {
             if from.elem_count() > 0 {
                 to.slice_set(from, 0, 0)?;
@@ -167,6 +238,28 @@ impl DeltaStates {
         }
         *self = grown;
         Ok(())
+    }
+
+    /// Removes the slots from `slots` on, if slots grow in place. Their memory returns to the
+    /// device, after the work on it.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are fewer slots, if they do not grow in place, or if work on the device has
+    /// failed.
+    pub fn shrink(&mut self, slots: usize) -> Result<()> {
+        if slots > self.len {
+            bail!(
+                "slots: {slots}, must be at most the current number, {}",
+                self.len
+            );
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(mapped) = &mut self.mapped {
+            self.len = slots;
+            return mapped.iter_mut().try_for_each(|part| part.shrink(slots));
+        }
+        bail!("slots: do not grow in place, must do so to be removed")
     }
 
     /// Copies the state in slot `from` to slot `to`.
@@ -178,9 +271,15 @@ impl DeltaStates {
         self.check_slot("from", from)?;
         self.check_slot("to", to)?;
         for tensor in self.tensors() {
-            if tensor.elem_count() > 0 {
-                tensor.slice_set(&tensor.narrow(0, from, 1)?.copy()?, 0, to)?;
+            if tensor.elem_count() == 0 || from == to {
+                continue;
             }
+            #[cfg(feature = "cuda")]
+            if tensor.device().is_cuda() && tensor.dtype() == DType::F32 {
+                cuda::copy(tensor, from, to)?;
+                continue;
+            }
+            tensor.slice_set(&tensor.narrow(0, from, 1)?.copy()?, 0, to)?;
         }
         Ok(())
     }
@@ -193,9 +292,15 @@ impl DeltaStates {
     pub fn clear(&self, slot: usize) -> Result<()> {
         self.check_slot("slot", slot)?;
         for tensor in self.tensors() {
-            if tensor.elem_count() > 0 {
-                tensor.slice_set(&tensor.narrow(0, slot, 1)?.zeros_like()?, 0, slot)?;
+            if tensor.elem_count() == 0 {
+                continue;
             }
+            #[cfg(feature = "cuda")]
+            if tensor.device().is_cuda() && tensor.dtype() == DType::F32 {
+                cuda::clear(tensor, slot)?;
+                continue;
+            }
+            tensor.slice_set(&tensor.narrow(0, slot, 1)?.zeros_like()?, 0, slot)?;
         }
         Ok(())
     }
