@@ -186,3 +186,27 @@ fn a_layer_of_quantized_weights_keeps_its_budget_of_driver_calls() -> Result<()>
     assert_eq!((step.launches, step.products), (0, 1), "{step:?}");
     Ok(())
 }
+
+/// A fork copies two tensors per layer, and a new sequence zeroes them.
+#[test]
+fn states_of_a_fork_take_a_copy_each() -> Result<()> {
+    let layers = 3;
+    let config = Kind(Family::Qwen3_5, Some(LayerType::LinearAttention)).config(layers);
+    let mut cache = PagedCache::new(&config, DType::BF16, device())?;
+    let vb = lively(&config)?
+        .detached_var_builder()
+        .to_dtype(DType::BF16);
+    let decoder = Decoder::new(&config, vb)?;
+    let prompt = cache.add();
+    decoder.next_logits(&[(prompt, &[1, 2, 3])], &mut cache)?;
+    let before = CudaCalls::now();
+    cache.fork(prompt)?;
+    let Some((after, before)) = CudaCalls::now().zip(before) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let calls = after - before;
+    assert_eq!(calls.copies_on_device, 2 * layers as u64, "{calls:?}");
+    assert_eq!((calls.launches, calls.memsets), (0, 0), "{calls:?}");
+    Ok(())
+}

@@ -990,7 +990,7 @@ mod tests {
         assert_eq!(exact.units, Some(units(3, 9, 2, 3)));
         assert_eq!(size.units, Some(units(4, 16, 2, 4)));
         for size in [exact, size] {
-            let all = Numbers::new(&slots, &rows, true)?.concat(size)?;
+            let all = Numbers::new(&slots, &rows, true)?.concat(size, slots.len())?;
             assert_eq!(all.len(), size.entries());
         }
         let all = numbers.concat(size, slots.len())?;
