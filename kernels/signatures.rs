@@ -232,6 +232,8 @@ kernels! {
     swiglu {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
         swiglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);
+        geglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
+        geglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);
     }
 }
 

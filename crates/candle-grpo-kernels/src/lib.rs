@@ -34,7 +34,7 @@
 //! | [`rope`](rope()) | rotary position embedding | `candle_nn::rotary_emb::rope`; heads side by side | yes |
 //! | [`rope_angles`] | cosines and sines for positions | | yes |
 //! | [`swiglu`](swiglu()) | the SwiGLU gate in a feed-forward layer | `candle_nn::ops::swiglu`; gate and up apart | yes |
-//! | [`geglu`] | the GeGLU gate in a feed-forward layer | `gelu` and `*` | no |
+//! | [`geglu`] | the GeGLU gate in a feed-forward layer | `gelu` and `*` | yes |
 //! | [`soft_cap`] | logit soft caps | `tanh` between two scalings | no |
 //! | [`HeadTransform`] | head norms and the rotation in one launch, before attention | `rms_norm` and `rope` | yes |
 //! | [`gate_heads`](gate_heads()) | gates for the attention output | | yes |

@@ -1,9 +1,10 @@
-//! The CUDA path of [`swiglu`](crate::swiglu).
+//! The CUDA path of [`swiglu`](crate::swiglu) and [`geglu`](crate::geglu).
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
+use super::Activation;
 use crate::cuda::elements::blocks;
 use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
@@ -13,6 +14,7 @@ pub(crate) fn forward(
     gate_layout: &Layout,
     up: &CudaStorage,
     up_layout: &Layout,
+    activation: Activation,
 ) -> Result<(CudaStorage, Shape)> {
     let device = gate.device();
     let stream = device.cuda_stream();
@@ -25,7 +27,12 @@ pub(crate) fn forward(
             // SAFETY: all three have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::swiglu_forward::<T> { gate: In::new(gate, gate_layout, &stream)?, up: In::new(up, up_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
+                let (gate, up) = (In::new(gate, gate_layout, &stream)?, In::new(up, up_layout, &stream)?);
+                let (y, n, blocks) = (Out::new(&mut y, &stream), n as u64, blocks::<T>(n)?);
+                match activation {
+                    Activation::Silu => kernels::swiglu_forward::<T> { gate, up, y, n }.launch(device, blocks)?,
+                    Activation::GeluTanh => kernels::geglu_forward::<T> { gate, up, y, n }.launch(device, blocks)?,
+                }
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -34,7 +41,12 @@ pub(crate) fn forward(
 }
 
 /// Returns the gradients with respect to `gate` and `up`. All must be contiguous with equal shapes.
-pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+pub(crate) fn backward(
+    gate: &Tensor,
+    up: &Tensor,
+    gradient: &Tensor,
+    activation: Activation,
+) -> Result<(Tensor, Tensor)> {
     let device = gate.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let n = gate.elem_count();
@@ -54,7 +66,14 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
             // SAFETY: all five have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::swiglu_backward::<T> { gate: In::from_tensor(&gate_storage, &stream)?, up: In::from_tensor(&up_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dgate: Out::new(&mut dgate, &stream), dup: Out::new(&mut dup, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
+                let (gate, up) = (In::from_tensor(&gate_storage, &stream)?, In::from_tensor(&up_storage, &stream)?);
+                let gradient = In::from_tensor(&gradient_storage, &stream)?;
+                let (dgate, dup) = (Out::new(&mut dgate, &stream), Out::new(&mut dup, &stream));
+                let (n, blocks) = (n as u64, blocks::<T>(n)?);
+                match activation {
+                    Activation::Silu => kernels::swiglu_backward::<T> { gate, up, gradient, dgate, dup, n }.launch(device, blocks)?,
+                    Activation::GeluTanh => kernels::geglu_backward::<T> { gate, up, gradient, dgate, dup, n }.launch(device, blocks)?,
+                }
             }
         }
         (

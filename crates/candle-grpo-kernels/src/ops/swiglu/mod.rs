@@ -62,7 +62,7 @@ pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
 /// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, which is `gelu_pytorch_tanh`
 /// in Hugging Face transformers.
 ///
-/// Otherwise this is like [`swiglu`]. On CUDA it uses plain Candle operations.
+/// Otherwise this is like [`swiglu`].
 ///
 /// # Errors
 ///
@@ -110,18 +110,9 @@ pub(crate) enum Activation {
     GeluTanh,
 }
 
-impl Activation {
-    /// Returns whether a fused path exists. The CUDA kernel supports silu. Without elements it is
-    /// not launched, while Candle's operations would fail.
-    fn is_fused(self, gate: &Tensor) -> bool {
-        let has_function = self == Self::Silu || gate.device().is_cpu() || gate.elem_count() == 0;
-        has_function && path::is_fused(gate)
-    }
-}
-
 fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     check(gate, up)?;
-    if !activation.is_fused(gate) {
+    if !path::is_fused(gate) {
         return composed::unchecked(gate, up, activation);
     }
     gate.contiguous()?
@@ -136,7 +127,7 @@ fn gated_gradient(
 ) -> Result<(Tensor, Tensor)> {
     check(gate, up)?;
     check::gradient(gradient, "gate", gate)?;
-    if !activation.is_fused(gate) {
+    if !path::is_fused(gate) {
         let [gate_gradient, up_gradient] = graph::gradients([gate, up], gradient, |[gate, up]| {
             composed::unchecked(gate, up, activation)
         })?;
@@ -170,7 +161,7 @@ impl Gated {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]
         if gate.device().is_cuda() {
-            return cuda::backward(gate, up, &gradient);
+            return cuda::backward(gate, up, &gradient, self.activation);
         }
         with_element!(gate.dtype(), "gate", T => {
             cpu::backward::<T>(gate, up, &gradient, self.activation)
@@ -209,7 +200,7 @@ impl CustomOp2 for Gated {
         up: &candle_core::CudaStorage,
         up_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        cuda::forward(gate, gate_layout, up, up_layout)
+        cuda::forward(gate, gate_layout, up, up_layout, self.activation)
     }
 
     fn bwd(
