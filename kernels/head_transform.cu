@@ -100,6 +100,13 @@ template <typename T> struct Heads {
     int from_step, to_step;
 };
 
+// A choice of structs by reference would put them into local memory.
+template <typename T> __device__ __forceinline__ Heads<T> either(bool is_query, const Heads<T> &query, const Heads<T> &key) {
+    return {is_query ? query.from : key.from,           is_query ? query.weight : key.weight,
+            is_query ? query.to : key.to,               is_query ? query.per_row : key.per_row,
+            is_query ? query.from_step : key.from_step, is_query ? query.to_step : key.to_step};
+}
+
 template <typename T> __device__ __forceinline__ bool is_aligned_by_head(const Heads<T> &heads) {
     return is_aligned(heads.from) && is_aligned(heads.weight) && is_aligned(heads.to) && heads.from_step % PACK<T> == 0 &&
            heads.to_step % PACK<T> == 0;
@@ -107,7 +114,7 @@ template <typename T> __device__ __forceinline__ bool is_aligned_by_head(const H
 
 template <int count, typename T>
 __device__ __forceinline__ void forward(const Heads<T> &heads, uint64_t index, bool is_head, const float *cos, const float *sin,
-                                        Slots<count> slots, float sign, float epsilon, bool is_offset) {
+                                        Slots<count> slots, float sign, float epsilon, float offset) {
     const T *from = heads.from + index * (uint64_t)heads.from_step;
     const int length = is_head ? slots.length() : 0;
     Pair<count> pair;
@@ -127,7 +134,7 @@ __device__ __forceinline__ void forward(const Heads<T> &heads, uint64_t index, b
         if (heads.weight != nullptr) {
             Pair<count> weights(heads.weight, slots, slot);
             pair.with(weights, [&](float &x, float weight) {
-                x = to_float(from_float<T>(weighted_norm<T>(x, scale, weight, is_offset)));
+                x = to_float(from_float<T>(weighted_norm<T>(x, scale, weight, offset)));
             });
         }
         pair.rotate(cos, sin, sign, slots, slot);
@@ -137,18 +144,18 @@ __device__ __forceinline__ void forward(const Heads<T> &heads, uint64_t index, b
 
 template <typename T>
 __device__ __forceinline__ void forward_all(const Heads<T> &query, const Heads<T> &key, const float *cos, const float *sin,
-                                            uint32_t n, int head_dim, int pairs, float sign, float epsilon, bool is_offset) {
+                                            uint32_t n, int head_dim, int pairs, float sign, float epsilon, float offset) {
     const uint64_t unit = (uint64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const uint32_t units = query.per_row + key.per_row, row = (uint32_t)(unit / units), head = (uint32_t)(unit % units);
     const bool is_query = head < query.per_row, is_head = row < n;
-    const Heads<T> &heads = is_query ? query : key;
+    const Heads<T> heads = either(is_query, query, key);
     const uint64_t index = (uint64_t)row * heads.per_row + (is_query ? head : head - query.per_row);
     const uint64_t angles = (uint64_t)row * (uint64_t)pairs;
     const bool is_packed = head_dim % PACK<T> == 0 && pairs % PACK<T> == 0 && is_aligned_by_head(query) &&
                            is_aligned_by_head(key) && is_aligned(cos) && is_aligned(sin);
     if (is_packed)
-        forward<PACK<T>>(heads, index, is_head, cos + angles, sin + angles, {head_dim, pairs}, sign, epsilon, is_offset);
-    else forward<1>(heads, index, is_head, cos + angles, sin + angles, {head_dim, pairs}, sign, epsilon, is_offset);
+        forward<PACK<T>>(heads, index, is_head, cos + angles, sin + angles, {head_dim, pairs}, sign, epsilon, offset);
+    else forward<1>(heads, index, is_head, cos + angles, sin + angles, {head_dim, pairs}, sign, epsilon, offset);
 }
 
 // What the backward pass reads beside the inputs of the forward pass.
@@ -232,8 +239,10 @@ __device__ __forceinline__ void backward_all(const Heads<T> &query, const Gradie
                                              uint32_t n, uint32_t query_blocks, int head_dim, int pairs, float epsilon,
                                              float offset, float *shared) {
     const bool is_query = blockIdx.x < query_blocks;
-    const Heads<T> &heads = is_query ? query : key;
-    const Gradients<T> &gradients = is_query ? of_query : of_key;
+    const Heads<T> heads = either(is_query, query, key);
+    // Keys have no gates.
+    const Gradients<T> gradients = {is_query ? of_query.of_heads : of_key.of_heads, is_query ? of_query.of_gated : nullptr,
+                                    of_query.mixed};
     const uint32_t block = is_query ? blockIdx.x : blockIdx.x - query_blocks;
     const uint32_t blocks = is_query ? query_blocks : gridDim.x - query_blocks;
     const uint64_t count = (uint64_t)n * heads.per_row, stride = (uint64_t)blocks * blockDim.y;
@@ -281,33 +290,33 @@ __device__ __forceinline__ void sum_parts(const float *partial, T *of_query, T *
     if (column >= 0) (is_query ? of_query : of_key)[column] = from_float<T>(sum);
 }
 
-#define HEAD_TRANSFORM(T, name)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                       \
-        head_transform_forward_##name(const T *query, const T *query_weight, const T *key, const T *key_weight,                 \
-                                      const float *cos, const float *sin, T *to_query, T *to_key, uint32_t n, uint32_t heads,   \
-                                      uint32_t kv_heads, int query_step, int head_dim, int pairs, float sign, float epsilon,    \
-                                      uint32_t is_offset) {                                                                     \
-        const Heads<T> queries = {query, query_weight, to_query, heads, query_step, head_dim};                                  \
-        const Heads<T> keys = {key, key_weight, to_key, kv_heads, head_dim, head_dim};                                          \
-        forward_all(queries, keys, cos, sin, n, head_dim, pairs, sign, epsilon, is_offset != 0);                                \
-    }                                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                                       \
-        head_transform_backward_##name(const T *query, const T *query_weight, const T *query_gradient, const T *key,            \
-                                       const T *key_weight, const T *key_gradient, const float *cos, const float *sin,          \
-                                       const T *of_gated, const T *mixed, T *of_query, T *of_key, float *partial, uint32_t n,   \
-                                       uint32_t heads, uint32_t kv_heads, uint32_t query_blocks, int query_step, int head_dim,  \
-                                       int pairs, float epsilon, uint32_t is_offset) {                                          \
-        DYNAMIC_SHARED(float, shared, 16);                                                                                      \
-        const Heads<T> queries = {query, query_weight, of_query, heads, query_step, query_step};                                \
-        const Heads<T> keys = {key, key_weight, of_key, kv_heads, head_dim, head_dim};                                          \
-        const Gradients<T> of_queries = {query_gradient, of_gated, mixed}, of_keys = {key_gradient, nullptr, nullptr};          \
-        backward_all(queries, of_queries, keys, of_keys, cos, sin, partial, n, query_blocks, head_dim, pairs, epsilon,          \
-                     is_offset != 0 ? 1.0f : 0.0f, shared);                                                                     \
-    }                                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                                \
-        head_transform_weights_##name(const float *partial, T *of_query, T *of_key, int query_parts, int key_parts,             \
-                                      int head_dim) {                                                                           \
-        sum_parts(partial, of_query, of_key, query_parts, key_parts, head_dim);                                                 \
+#define HEAD_TRANSFORM(T, name)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
+        head_transform_forward_##name(const T *query, const T *query_weight, const T *key, const T *key_weight,                \
+                                      const float *cos, const float *sin, T *to_query, T *to_key, uint32_t n, uint32_t heads,  \
+                                      uint32_t kv_heads, int query_step, int head_dim, int pairs, float sign, float epsilon,   \
+                                      float offset) {                                                                          \
+        const Heads<T> queries = {query, query_weight, to_query, heads, query_step, head_dim};                                 \
+        const Heads<T> keys = {key, key_weight, to_key, kv_heads, head_dim, head_dim};                                         \
+        forward_all(queries, keys, cos, sin, n, head_dim, pairs, sign, epsilon, offset);                                       \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
+        head_transform_backward_##name(const T *query, const T *query_weight, const T *query_gradient, const T *key,           \
+                                       const T *key_weight, const T *key_gradient, const float *cos, const float *sin,         \
+                                       const T *of_gated, const T *mixed, T *of_query, T *of_key, float *partial, uint32_t n,  \
+                                       uint32_t heads, uint32_t kv_heads, uint32_t query_blocks, int query_step, int head_dim, \
+                                       int pairs, float epsilon, float offset) {                                               \
+        DYNAMIC_SHARED(float, shared, 16);                                                                                     \
+        const Heads<T> queries = {query, query_weight, of_query, heads, query_step, query_step};                               \
+        const Heads<T> keys = {key, key_weight, of_key, kv_heads, head_dim, head_dim};                                         \
+        const Gradients<T> of_queries = {query_gradient, of_gated, mixed}, of_keys = {key_gradient, nullptr, nullptr};         \
+        backward_all(queries, of_queries, keys, of_keys, cos, sin, partial, n, query_blocks, head_dim, pairs, epsilon,         \
+                     offset, shared);                                                                                          \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                               \
+        head_transform_weights_##name(const float *partial, T *of_query, T *of_key, int query_parts, int key_parts,            \
+                                      int head_dim) {                                                                          \
+        sum_parts(partial, of_query, of_key, query_parts, key_parts, head_dim);                                                \
     }
 
 HEAD_TRANSFORM(float, f32)

@@ -3,11 +3,11 @@
 
 #include "element.cuh"
 
-// Returns x * scale * weight, with the first product rounded to T as in a tensor. With an offset,
-// the factor is 1 + weight, and nothing is rounded.
-template <typename T> __device__ __forceinline__ float weighted_norm(float x, float scale, float weight, bool is_offset) {
+// Returns x * scale * (offset + weight). Without an offset, the first product is rounded to T as in
+// a tensor.
+template <typename T> __device__ __forceinline__ float weighted_norm(float x, float scale, float weight, float offset) {
     const float normed = x * scale;
-    return is_offset ? normed * (1.0f + weight) : to_float(from_float<T>(normed)) * weight;
+    return (offset == 0.0f ? to_float(from_float<T>(normed)) : normed) * (offset + weight);
 }
 
 // Rotates the pair (a, b).

@@ -33,7 +33,7 @@ template <int HEADS> constexpr int BLOCKS = HEADS == 8 ? 1 : HEADS == 4 ? 3 : 5;
 // the next `pairs` rotate.
 template <typename T>
 __device__ __forceinline__ void write_head(const T *from, const T *weight, const float *cos, const float *sin, T *to,
-                                           int head_dim, int pairs, float epsilon, bool is_offset) {
+                                           int head_dim, int pairs, float epsilon, float offset) {
     const int lane = (int)threadIdx.x;
     float scale = 0.0f;
     if (weight != nullptr) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     const auto normed = [&](int i) {
         const float x = to_float(from[i]);
         if (weight == nullptr) return x;
-        return to_float(from_float<T>(weighted_norm<T>(x, scale, to_float(weight[i]), is_offset)));
+        return to_float(from_float<T>(weighted_norm<T>(x, scale, to_float(weight[i]), offset)));
     };
     for (int i = 2 * pairs + lane; i < head_dim; i += 32) to[i] = from_float<T>(normed(i));
     for (int i = lane; i < pairs; i += 32) {
@@ -62,7 +62,7 @@ template <typename T>
 __device__ __forceinline__ void write_rows(const T *query, const T *query_weight, const T *key, const T *key_weight,
                                            const T *value, const float *cos, const float *sin, const uint32_t *slots,
                                            T *rotated, T *keys, T *values, uint32_t n, uint32_t heads, uint32_t kv_heads,
-                                           int query_step, int head_dim, int pairs, float epsilon, bool is_offset) {
+                                           int query_step, int head_dim, int pairs, float epsilon, float offset) {
     const uint64_t unit = (uint64_t)blockIdx.x * blockDim.y + threadIdx.y;
     const uint32_t units = heads + 2 * kv_heads, row = (uint32_t)(unit / units);
     if (row >= n) return;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_rows(const T *query, const T *query_weight
     if (head < heads) {
         const uint64_t index = (uint64_t)row * heads + head;
         write_head(query + index * (uint64_t)query_step, query_weight, row_cos, row_sin, rotated + index * width, head_dim, pairs,
-                   epsilon, is_offset);
+                   epsilon, offset);
         return;
     }
     const bool is_key = head < heads + kv_heads;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void write_rows(const T *query, const T *query_weight
     if (slots[row] == NO_SLOT) return;
     const uint64_t slot = slots[row];
     const uint64_t place = (((slot / PAGE) * kv_heads + kv_head) * PAGE + slot % PAGE) * width;
-    if (is_key) write_head(key + at, key_weight, row_cos, row_sin, keys + place, head_dim, pairs, epsilon, is_offset);
-    else write_head<T>(value + at, nullptr, nullptr, nullptr, values + place, head_dim, 0, 0.0f, false);
+    if (is_key) write_head(key + at, key_weight, row_cos, row_sin, keys + place, head_dim, pairs, epsilon, offset);
+    else write_head<T>(value + at, nullptr, nullptr, nullptr, values + place, head_dim, 0, 0.0f, 0.0f);
 }
 
 // One head's elements in one lane.
@@ -531,7 +531,7 @@ __device__ __forceinline__ void merge_parts(const float *partial, const uint32_t
 }
 
 #define ATTEND_ARGUMENTS(T)                                                                                            \
-    const T *query, const T *keys, const T *values, const uint32_t *rows, const uint32_t *spans,                      \
+    const T *query, const T *keys, const T *values, const uint32_t *rows, const uint32_t *spans,                       \
         const uint32_t *shared, T *y, float *partial, uint32_t n, uint32_t count, uint32_t kv_heads, uint32_t group,   \
         uint32_t parts, int head_dim, float scale
 
@@ -553,13 +553,13 @@ __device__ __forceinline__ void merge_parts(const float *partial, const uint32_t
         uint32_t count, uint32_t kv_heads, uint32_t group, uint32_t parts, int head_dim, float scale
 
 #define PAGED_ATTENTION(T, name)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                       \
+    extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                        \
         paged_write_##name(const T *query, const T *query_weight, const T *key, const T *key_weight, const T *value,   \
                            const float *cos, const float *sin, const uint32_t *slots, T *rotated, T *keys, T *values,  \
                            uint32_t n, uint32_t heads, uint32_t kv_heads, int query_step, int head_dim, int pairs,     \
-                           float epsilon, uint32_t is_offset) {                                                        \
+                           float epsilon, float offset) {                                                              \
         write_rows(query, query_weight, key, key_weight, value, cos, sin, slots, rotated, keys, values, n, heads,      \
-                   kv_heads, query_step, head_dim, pairs, epsilon, is_offset != 0);                                    \
+                   kv_heads, query_step, head_dim, pairs, epsilon, offset);                                            \
     }                                                                                                                  \
     ATTEND(T, name, 64, 2)                                                                                             \
     ATTEND(T, name, 64, 4)                                                                                             \
@@ -580,7 +580,7 @@ __device__ __forceinline__ void merge_parts(const float *partial, const uint32_t
         attend_shared<T, 128>(query, keys, values, rows, spans, shared, members, starts, partial, n, count,            \
                               kv_heads, group, parts, head_dim, scale);                                                \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                       \
+    extern "C" __global__ void __launch_bounds__(WRITE_THREADS)                                                        \
         paged_attention_merge_##name(const float *partial, const uint32_t *rows, const uint32_t *shared, T *y,         \
                                      uint32_t n, uint32_t heads, uint32_t parts, int head_dim) {                       \
         merge_parts(partial, rows, shared, y, n, heads, parts, head_dim);                                              \

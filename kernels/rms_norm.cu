@@ -1,5 +1,5 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. The factor
-// is 1 + weight if `is_offset` is not 0. blockDim.x
+// is offset + weight, where the offset is 0 or 1. blockDim.x
 // threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. Blocks loop over the
 // rows with a grid stride. A thread keeps its part of a row in registers between its two passes.
 
@@ -61,10 +61,10 @@ constexpr int THREADS = 256;
 // Elements in an aligned row that a thread keeps in registers between its two passes over the row.
 constexpr int KEPT = 32;
 
-// With `change`, normalizes sum = x + change, rounded to T, and writes it too.
-template <bool packed, typename T>
+// If it `adds`, normalizes sum = x + change, rounded to T, and writes it too.
+template <bool packed, bool adds, typename T>
 __device__ __forceinline__ void forward(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n, int width,
-                                        float epsilon, bool is_offset) {
+                                        float epsilon, float offset) {
     constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
     const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
         float squares = 0.0f;
         const auto read = [&](int column, float(&values)[count]) {
             load<packed, T>(x + start + column, values);
-            if (change != nullptr) {
+            if constexpr (adds) {
                 float changes[count];
                 load<packed, T>(change + start + column, changes);
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
             float weights[count];
             load<packed, T>(weight + column, weights);
 #pragma unroll
-            for (int i = 0; i < count; i++) values[i] = weighted_norm<T>(values[i], scale, weights[i], is_offset);
+            for (int i = 0; i < count; i++) values[i] = weighted_norm<T>(values[i], scale, weights[i], offset);
             store<packed, T>(y + start + column, values);
         };
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
         // A wide row: the second read comes from the caches.
         for (int column = first_column + rounds * step; column < width; column += step) {
             float values[count];
-            load<packed, T>((change == nullptr ? x : sum) + start + column, values);
+            load<packed, T>((adds ? sum : x) + start + column, values);
             write(column, values);
         }
     }
@@ -220,33 +220,32 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
 #define RMS_NORM(T, name)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         rms_norm_forward_##name(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon,               \
-                                uint32_t is_offset) {                                                                  \
+                                float offset) {                                                                        \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(y))                              \
-            forward<true, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, is_offset != 0);                       \
+            forward<true, false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, offset);                               \
         else                                                                                                           \
-            forward<false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, is_offset != 0);                      \
+            forward<false, false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon, offset);                              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         rms_norm_add_forward_##name(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n,            \
-                                    int width, float epsilon, uint32_t is_offset) {                                    \
+                                    int width, float epsilon, float offset) {                                          \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(change) && is_aligned(weight) && is_aligned(sum) &&    \
             is_aligned(y))                                                                                             \
-            forward<true, T>(x, change, weight, sum, y, n, width, epsilon, is_offset != 0);                            \
+            forward<true, true, T>(x, change, weight, sum, y, n, width, epsilon, offset);                                    \
         else                                                                                                           \
-            forward<false, T>(x, change, weight, sum, y, n, width, epsilon, is_offset != 0);                           \
+            forward<false, true, T>(x, change, weight, sum, y, n, width, epsilon, offset);                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,    \
-                                 int width, float epsilon, uint32_t is_offset) {                                       \
+                                 int width, float epsilon, float offset) {                                             \
         DYNAMIC_SHARED(float, weight_sums, 16);                                                                        \
-        const float offset = is_offset != 0 ? 1.0f : 0.0f;                                                             \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(gradient) && is_aligned(dx))     \
             backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                  \
         else                                                                                                           \
             backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                      \
-        rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                              \
+    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                       \
+        rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                               \
         sum_rows(partial, dweight, parts, width);                                                                      \
     }
 

@@ -139,11 +139,11 @@ kernels! {
     head_transform {
         head_transform_forward(query: In<Self>, query_weight: In<Self>, key: In<Self>, key_weight: In<Self>, cos: In<f32>,
             sin: In<f32>, to_query: Out<Self>, to_key: Out<Self>, n: u32, heads: u32, kv_heads: u32, query_step: i32,
-            head_dim: i32, pairs: i32, sign: f32, epsilon: f32, is_offset: u32);
+            head_dim: i32, pairs: i32, sign: f32, epsilon: f32, offset: f32);
         head_transform_backward(query: In<Self>, query_weight: In<Self>, query_gradient: In<Self>, key: In<Self>,
             key_weight: In<Self>, key_gradient: In<Self>, cos: In<f32>, sin: In<f32>, of_gated: In<Self>, mixed: In<Self>,
             of_query: Out<Self>, of_key: Out<Self>, partial: Out<f32>, n: u32, heads: u32, kv_heads: u32, query_blocks: u32,
-            query_step: i32, head_dim: i32, pairs: i32, epsilon: f32, is_offset: u32);
+            query_step: i32, head_dim: i32, pairs: i32, epsilon: f32, offset: f32);
         head_transform_weights(partial: In<f32>, of_query: Out<Self>, of_key: Out<Self>, query_parts: i32, key_parts: i32,
             head_dim: i32);
     }
@@ -154,7 +154,7 @@ kernels! {
     paged_attention {
         paged_write(query: In<Self>, query_weight: In<Self>, key: In<Self>, key_weight: In<Self>, value: In<Self>, cos: In<f32>,
             sin: In<f32>, slots: In<u32>, rotated: Out<Self>, keys: Out<Self>, values: Out<Self>, n: u32, heads: u32,
-            kv_heads: u32, query_step: i32, head_dim: i32, pairs: i32, epsilon: f32, is_offset: u32);
+            kv_heads: u32, query_step: i32, head_dim: i32, pairs: i32, epsilon: f32, offset: f32);
         paged_attention_64_2(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
             shared: In<u32>, y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, parts: u32,
             head_dim: i32, scale: f32);
@@ -219,11 +219,11 @@ kernels! {
             head_dim: i32, scale: f32, window: u32, cap: f32);
     }
     rms_norm {
-        rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32, is_offset: u32);
+        rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32, offset: f32);
         rms_norm_add_forward(x: In<Self>, change: In<Self>, weight: In<Self>, sum: Out<Self>, y: Out<Self>, n: u64, width: i32,
-            epsilon: f32, is_offset: u32);
+            epsilon: f32, offset: f32);
         rms_norm_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, dx: Out<Self>, partial: Out<f32>, n: u64,
-            width: i32, epsilon: f32, is_offset: u32);
+            width: i32, epsilon: f32, offset: f32);
         rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
     }
     route {

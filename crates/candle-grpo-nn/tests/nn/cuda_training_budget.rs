@@ -47,6 +47,7 @@ fn micro_batch(kind: Kind, layers: usize, shares_prefixes: bool) -> Result<Count
 #[case::shared_prefixes(Family::Qwen3.into(), true, 36, 21)]
 #[case::biases_of_the_attention(Family::Qwen2.into(), false, 23, 21)]
 #[case::biases_of_all_maps(Family::LlamaWithBiases.into(), false, 30, 21)]
+#[case::four_norms_and_geglu(Family::Gemma3.into(), false, 34, 21)]
 #[case::gated_attention(Kind(Family::Qwen3_5, Some(LayerType::FullAttention)), false, 26, 21)]
 #[case::the_gated_delta_rule(
     Kind(Family::Qwen3_5, Some(LayerType::LinearAttention)),

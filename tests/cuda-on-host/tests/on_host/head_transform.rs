@@ -182,7 +182,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                     pairs,
                     1.0,
                     epsilon,
-                    case.is_offset.into(),
+                    f32::from(u8::from(case.is_offset)),
                 )
                 .unwrap_or_else(|error| panic!("{case:?}: {error}"));
                 T::head_transform_backward(
@@ -216,7 +216,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                     head_dim,
                     pairs,
                     epsilon,
-                    case.is_offset.into(),
+                    f32::from(u8::from(case.is_offset)),
                 )
                 .unwrap_or_else(|error| panic!("{case:?}: {error}"));
                 if case.norms {

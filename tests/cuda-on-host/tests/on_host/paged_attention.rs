@@ -474,7 +474,7 @@ fn check_write<T: Kernels>(
                 head_dim as i32,
                 if transforms { head_dim as i32 / 2 } else { 0 },
                 EPSILON as f32,
-                0,
+                0.0,
             )
             .unwrap();
         }

@@ -102,7 +102,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 n64,
                 width32,
                 epsilon,
-                case.is_offset.into(),
+                f32::from(u8::from(case.is_offset)),
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
             T::rms_norm_backward(
@@ -116,7 +116,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 n64,
                 width32,
                 epsilon,
-                case.is_offset.into(),
+                f32::from(u8::from(case.is_offset)),
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
             let sums = Grid {

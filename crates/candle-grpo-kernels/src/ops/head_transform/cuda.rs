@@ -152,7 +152,7 @@ pub(crate) fn forward(
                     pairs: shape.pairs as i32,
                     sign: if transform.back { -1.0 } else { 1.0 },
                     epsilon: transform.options.epsilon as f32,
-                    is_offset: transform.options.is_offset.into(),
+                    offset: transform.options.offset(),
                 }
                 .launch(device, grid)?;
             }
@@ -267,7 +267,7 @@ pub(crate) fn gradients(
                 head_dim: head_dim as i32,
                 pairs: shape.pairs as i32,
                 epsilon: operands.options.epsilon as f32,
-                is_offset: operands.options.is_offset.into(),
+                offset: operands.options.offset(),
             }
             .launch(device, by_heads)?;
         }

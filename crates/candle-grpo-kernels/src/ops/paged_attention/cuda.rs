@@ -587,7 +587,7 @@ pub(crate) fn write(
                         head_dim: head_dim as i32,
                         pairs: transform.pairs() as i32,
                         epsilon: options.epsilon as f32,
-                        is_offset: options.is_offset.into(),
+                        offset: options.offset(),
                     }
                     .launch(device, launch)
                 }

@@ -20,10 +20,8 @@ impl RmsNorm {
     /// Returns the factors for the normalized elements in f32, padded.
     fn factors<T: Element>(&self, weight: &[T]) -> Vec<f32> {
         let mut factors = padded(weight);
-        if self.options.is_offset {
-            for factor in &mut factors[..weight.len()] {
-                *factor += 1.0;
-            }
+        for factor in &mut factors[..weight.len()] {
+            *factor += self.options.offset();
         }
         factors
     }

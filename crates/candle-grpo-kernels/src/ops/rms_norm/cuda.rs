@@ -70,7 +70,7 @@ pub(crate) fn forward(
             // SAFETY: x and y have n * width elements, weight width, which fits an i32.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::rms_norm_forward::<T> { x: In::new(x, x_layout, &stream)?, weight: In::new(weight, weight_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, is_offset: norm.options.is_offset.into() }.launch(device, by_rows(n, width))?;
+                kernels::rms_norm_forward::<T> { x: In::new(x, x_layout, &stream)?, weight: In::new(weight, weight_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, offset: norm.options.offset() }.launch(device, by_rows(n, width))?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -106,7 +106,7 @@ pub(crate) fn add_forward(
             // i32.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::rms_norm_add_forward::<T> { x: In::from_tensor(&x_storage, &stream)?, change: In::from_tensor(&change_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, sum: Out::new(&mut sum, &stream), y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, is_offset: norm.options.is_offset.into() }.launch(device, by_rows(n, width))?;
+                kernels::rms_norm_add_forward::<T> { x: In::from_tensor(&x_storage, &stream)?, change: In::from_tensor(&change_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, sum: Out::new(&mut sum, &stream), y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, offset: norm.options.offset() }.launch(device, by_rows(n, width))?;
             }
         }
         (
@@ -162,7 +162,7 @@ pub(crate) fn backward(
         // blocks * width. The shared memory has a row of sums per row in a block.
         #[allow(unsafe_code)]
         unsafe {
-            kernels::rms_norm_backward::<T> { x: In::from_tensor(&x_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, is_offset: norm.options.is_offset.into() }.launch(device, by_rows)?;
+            kernels::rms_norm_backward::<T> { x: In::from_tensor(&x_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, offset: norm.options.offset() }.launch(device, by_rows)?;
             let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
             kernels::rms_norm_weight::<T> { partial: In::new(&partial, &Layout::contiguous(blocks * width), &stream)?, dweight: Out::new(&mut dweight, &stream), parts: blocks as i32, width: width as i32 }.launch(device, by_columns)?;
         }

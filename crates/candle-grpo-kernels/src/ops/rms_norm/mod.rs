@@ -19,6 +19,13 @@ pub struct RmsNormOptions {
     pub is_offset: bool,
 }
 
+impl RmsNormOptions {
+    /// The number that is added to the weight.
+    pub(crate) fn offset(self) -> f32 {
+        f32::from(u8::from(self.is_offset))
+    }
+}
+
 impl Default for RmsNormOptions {
     fn default() -> Self {
         1e-6.into()
