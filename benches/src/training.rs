@@ -56,7 +56,10 @@ pub fn training_main(allocator: &str) -> Result<()> {
     let args = Args::parse();
     ensure!(args.rounds > 0, "rounds: 0, must be at least 1");
     let mut model = read_model(args.model.as_deref())?;
-    model.num_hidden_layers = args.layers.unwrap_or(model.num_hidden_layers);
+    if let Some(layers) = args.layers {
+        model.num_hidden_layers = layers;
+        model.layer_types.truncate(layers);
+    }
     let device = default_device()?;
     let step = Step::new(&args, &model, &device)?;
     step.run()?;
