@@ -131,6 +131,8 @@ fn the_agent_reports_the_reward_and_begins_with_the_prompt() {
 
 #[rstest]
 #[case("word-problems/gsm8k.yaml")]
+#[case("word-problems/qwen2.5-7b.yaml")]
+#[case("word-problems/qwen3.5-4b.yaml")]
 #[case("word-problems/svamp.yaml")]
 fn a_configuration_without_its_data_is_valid(#[case] file: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
