@@ -463,11 +463,13 @@ __device__ __forceinline__ void step(const T *qkv, const float *g, const float *
     const int head = (int)blockIdx.y, first_column = (int)blockIdx.z * STEP_COLUMNS;
     const int warp = (int)threadIdx.x / 32, column = first_column + (int)threadIdx.x % 32;
     const int key_dim = heads.key_dim, dim = heads.value_dim;
-    const bool has_column = column < dim, has_state = has_column && slot != NO_SLOT;
+    const bool has_column = column < dim;
     float *state = shared + threadIdx.x % 32;
     float *key = shared + key_dim * STEP_COLUMNS, *query = key + key_dim, *sums = query + key_dim;
-    float *of_slot = states + ((uint64_t)slot * heads.value_heads + head) * heads.state_len();
-    for (int k = warp; k < key_dim; k += WARPS) state[k * STEP_COLUMNS] = has_state ? of_slot[(uint64_t)k * dim + column] : 0.0f;
+    // Null without a state: a flag would take one more register.
+    float *of_slot = nullptr;
+    if (has_column && slot != NO_SLOT) of_slot = states + ((uint64_t)slot * heads.value_heads + head) * heads.state_len() + column;
+    for (int k = warp; k < key_dim; k += WARPS) state[k * STEP_COLUMNS] = of_slot != nullptr ? of_slot[(uint64_t)k * dim] : 0.0f;
     // The sum over the warps, for each column.
     const auto total = [&](float sum) {
         sums[threadIdx.x] = sum;
@@ -499,7 +501,7 @@ __device__ __forceinline__ void step(const T *qkv, const float *g, const float *
         sum = total(sum);
         if (warp == 0 && has_column) o[row * heads.values() + (uint64_t)head * dim + column] = from_float<T>(sum);
     }
-    for (int k = warp; k < key_dim && has_state; k += WARPS) of_slot[(uint64_t)k * dim + column] = state[k * STEP_COLUMNS];
+    for (int k = warp; k < key_dim && of_slot != nullptr; k += WARPS) of_slot[(uint64_t)k * dim] = state[k * STEP_COLUMNS];
 }
 
 #define GATED_DELTA_RULE(T, name)                                                                                      \
