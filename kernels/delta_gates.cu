@@ -1,16 +1,12 @@
 // Gates for the gated delta rule, forward and backward: g = -exp(a_log) softplus(a + dt_bias) and
 // beta = sigmoid(b), for a and b [n, heads], and a_log and dt_bias [heads].
 
-#include "column_sum.cuh"
 #include "element.cuh"
 #include "math.cuh"
 
 constexpr int THREADS = 256;
 // Rows per block in the backward pass, a warp each. Blocks loop over further rows.
 constexpr int ROWS = 8;
-// Warps per block in the sums of the vectors' gradients.
-constexpr int SUM_WARPS = 32;
-
 // log(1 + exp(x)) without overflow.
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
@@ -53,12 +49,6 @@ __device__ __forceinline__ void backward(const T *a, const T *b, const T *a_log,
     partial[((uint64_t)blockIdx.y * 2 + threadIdx.y) * heads + head] = sum;
 }
 
-template <typename T> __device__ __forceinline__ void sum_parts(const float *partial, T *sums, int parts, int columns) {
-    float sum;
-    const int column = column_sum<SUM_WARPS>(partial, (uint64_t)parts, columns, &sum);
-    if (column >= 0) sums[column] = from_float<T>(sum);
-}
-
 #define DELTA_GATES(T, name)                                                                                           \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         delta_gates_forward_##name(const T *a, const T *b, const T *a_log, const T *dt_bias, float *g, float *beta,    \
@@ -70,10 +60,6 @@ template <typename T> __device__ __forceinline__ void sum_parts(const float *par
                                     const float *of_beta, T *of_a, T *of_b, float *partial, uint64_t n,                \
                                     uint32_t heads) {                                                                  \
         backward(a, b, a_log, dt_bias, of_g, of_beta, of_a, of_b, partial, n, heads);                                  \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                       \
-        delta_gates_sums_##name(const float *partial, T *sums, int parts, int columns) {                               \
-        sum_parts(partial, sums, parts, columns);                                                                      \
     }
 
 DELTA_GATES(float, f32)

@@ -6,7 +6,6 @@
 //
 // blockDim.x threads, a power of two up to 32, share a head, and a block has blockDim.y heads.
 
-#include "column_sum.cuh"
 #include "element.cuh"
 #include "math.cuh"
 #include "norm_rope.cuh"
@@ -125,7 +124,7 @@ __device__ __forceinline__ void forward(const Heads<T> &heads, uint64_t index, b
             pair = Pair<count>(from, slots, slot);
             pair.with(pair, [&](float &x, float) { squares += x * x; });
         }
-        scale = rsqrtf(head_sum(squares) / (float)slots.head_dim + epsilon);
+        scale = norm_scale(head_sum(squares), slots.head_dim, epsilon);
     }
     // The threads have the head in registers if each has one slot.
     const bool is_kept = heads.weight != nullptr && slots.length() <= (int)blockDim.x;
@@ -185,9 +184,8 @@ __device__ __forceinline__ void backward(const Heads<T> &heads, const Gradients<
         gradient.rotate(cos, sin, -1.0f, slots, slot);
         if (heads.weight != nullptr) x = Pair<count>(from, slots, slot);
     };
-    float scale = 0.0f, along_x = 0.0f;
+    float squares = 0.0f, products = 0.0f;
     if (heads.weight != nullptr) {
-        float squares = 0.0f, products = 0.0f;
         for (int slot = (int)threadIdx.x; slot < length; slot += (int)blockDim.x) {
             load(slot);
             Pair<count> factors(heads.weight, slots, slot);
@@ -197,24 +195,27 @@ __device__ __forceinline__ void backward(const Heads<T> &heads, const Gradients<
                 squares += value * value;
             });
         }
-        scale = rsqrtf(head_sum(squares) / (float)head_dim + epsilon);
-        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the factor.
-        along_x = -scale * scale * scale * head_sum(products) / (float)head_dim;
+        squares = head_sum(squares);
+        products = head_sum(products);
     }
+    const NormGradient norm(squares, products, head_dim, epsilon);
     const bool is_kept = heads.weight != nullptr && slots.length() <= (int)blockDim.x;
     for (int slot = (int)threadIdx.x; slot < length; slot += (int)blockDim.x) {
         if (!is_kept) load(slot);
         if (heads.weight != nullptr) {
             Pair<count> weights(heads.weight, slots, slot);
-            gradient.with(gradient, [&](float &g, float) { g *= scale; });
+            gradient.with(gradient, [&](float &g, float) { g *= norm.scale; });
             const int first = slots.first(slot) / count, second = slots.second(slot) / count;
 #pragma unroll
             for (int k = 0; k < count; k++) {
                 sums[k * packs + first] += gradient.first[k] * x.first[k];
                 if (slots.has_second(slot)) sums[k * packs + second] += gradient.second[k] * x.second[k];
             }
-            gradient.with(weights, [&](float &g, float weight) { g *= offset + weight; });
-            gradient.with(x, [&](float &g, float value) { g += value * along_x; });
+#pragma unroll
+            for (int k = 0; k < count; k++) {
+                gradient.first[k] = norm.of_x(gradient.first[k], offset + weights.first[k], x.first[k]);
+                gradient.second[k] = norm.of_x(gradient.second[k], offset + weights.second[k], x.second[k]);
+            }
         }
         gradient.write(to, slots, slot);
         if (gradients.of_gated == nullptr) continue;
@@ -276,20 +277,6 @@ __device__ __forceinline__ void backward_all(const Heads<T> &query, const Gradie
     }
 }
 
-// Warps per block in the sums of the weight gradients' parts.
-constexpr int SUM_WARPS = 32;
-
-// Blocks with y = 0 sum the queries' parts, those with y = 1 the keys'.
-template <typename T>
-__device__ __forceinline__ void sum_parts(const float *partial, T *of_query, T *of_key, int query_parts, int key_parts,
-                                          int head_dim) {
-    const bool is_query = blockIdx.y == 0;
-    const float *parts = partial + (is_query ? 0 : (uint64_t)query_parts * (uint64_t)head_dim);
-    float sum;
-    const int column = column_sum<SUM_WARPS>(parts, (uint64_t)(is_query ? query_parts : key_parts), head_dim, &sum);
-    if (column >= 0) (is_query ? of_query : of_key)[column] = from_float<T>(sum);
-}
-
 #define HEAD_TRANSFORM(T, name)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                                      \
         head_transform_forward_##name(const T *query, const T *query_weight, const T *key, const T *key_weight,                \
@@ -312,11 +299,6 @@ __device__ __forceinline__ void sum_parts(const float *partial, T *of_query, T *
         const Gradients<T> of_queries = {query_gradient, of_gated, mixed}, of_keys = {key_gradient, nullptr, nullptr};         \
         backward_all(queries, of_queries, keys, of_keys, cos, sin, partial, n, query_blocks, head_dim, pairs, epsilon,         \
                      offset, shared);                                                                                          \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                               \
-        head_transform_weights_##name(const float *partial, T *of_query, T *of_key, int query_parts, int key_parts,            \
-                                      int head_dim) {                                                                          \
-        sum_parts(partial, of_query, of_key, query_parts, key_parts, head_dim);                                                \
     }
 
 HEAD_TRANSFORM(float, f32)

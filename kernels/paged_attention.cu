@@ -39,7 +39,7 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     if (weight != nullptr) {
         float squares = 0.0f;
         for (int i = lane; i < head_dim; i += 32) squares += to_float(from[i]) * to_float(from[i]);
-        scale = rsqrtf(warp_sum(squares) / (float)head_dim + epsilon);
+        scale = norm_scale(warp_sum(squares), head_dim, epsilon);
     }
     const auto normed = [&](int i) {
         const float x = to_float(from[i]);

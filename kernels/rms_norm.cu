@@ -3,7 +3,6 @@
 // threads share a row: 8, 16 or a multiple of 32. A block has blockDim.y rows. Blocks loop over the
 // rows with a grid stride. A thread keeps its part of a row in registers between its two passes.
 
-#include "column_sum.cuh"
 #include "element.cuh"
 #include "math.cuh"
 #include "norm_rope.cuh"
@@ -99,7 +98,7 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
                 read(column, values);
             }
         }
-        const float scale = rsqrtf(row_sums(squares, 0.0f, scratch).x / (float)width + epsilon);
+        const float scale = norm_scale(row_sums(squares, 0.0f, scratch).x, width, epsilon);
         if (!is_row) continue;
         const auto write = [&](int column, float(&values)[count]) {
             float weights[count];
@@ -176,10 +175,8 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
             });
         }
         const float2 both = row_sums(squares, products, scratch);
-        const float scale = rsqrtf(both.x / (float)width + epsilon);
+        const NormGradient norm(both.x, both.y, width, epsilon);
         if (!is_row) continue;
-        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the factor.
-        const float along_x = -scale * scale * scale * both.y / (float)width;
         T *to = dx + row * (uint64_t)width;
         for_row([&](int column, Elements<packed, T> of_x, Elements<packed, T> of_gradient) {
             float values[count], gradients[count], weights[count];
@@ -188,9 +185,9 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
             load<packed, T>(weight + column, weights);
 #pragma unroll
             for (int i = 0; i < count; i++) {
-                const float scaled = gradients[i] * scale;
+                const float scaled = gradients[i] * norm.scale;
                 sums[i * packs + column / count] += scaled * values[i];
-                values[i] = scaled * (offset + weights[i]) + values[i] * along_x;
+                values[i] = norm.of_x(scaled, offset + weights[i], values[i]);
             }
             store<packed, T>(to + column, values);
         });
@@ -203,18 +200,6 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
             sum += weight_sums[row * width + column % count * packs + column / count];
         partial[(uint64_t)blockIdx.x * (uint64_t)width + (uint64_t)column] = sum;
     }
-}
-
-// Warps per block in the sum over the weight gradient's parts. There are few blocks, so each has
-// many loads in flight.
-constexpr int SUM_WARPS = 32;
-
-// Sums `parts` rows of `partial` [parts, width].
-template <typename T>
-__device__ __forceinline__ void sum_rows(const float *partial, T *sums, int parts, int width) {
-    float sum;
-    const int column = column_sum<SUM_WARPS>(partial, (uint64_t)parts, width, &sum);
-    if (column >= 0) sums[column] = from_float<T>(sum);
 }
 
 #define RMS_NORM(T, name)                                                                                              \
@@ -243,10 +228,6 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
             backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                  \
         else                                                                                                           \
             backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, offset, weight_sums);                 \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * SUM_WARPS)                                                       \
-        rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                               \
-        sum_rows(partial, dweight, parts, width);                                                                      \
     }
 
 RMS_NORM(float, f32)

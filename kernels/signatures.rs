@@ -126,12 +126,14 @@ kernels! {
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, vocab: u64, inverse_temperature: f32);
     }
+    column_sums {
+        column_sums(parts: In<f32>, sums: Out<Self>, first_rows: i32, second_rows: i32, columns: i32);
+    }
     delta_gates {
         delta_gates_forward(a: In<Self>, b: In<Self>, a_log: In<Self>, dt_bias: In<Self>, g: Out<f32>, beta: Out<f32>, n: u64,
             heads: u32);
         delta_gates_backward(a: In<Self>, b: In<Self>, a_log: In<Self>, dt_bias: In<Self>, of_g: In<f32>, of_beta: In<f32>,
             of_a: Out<Self>, of_b: Out<Self>, partial: Out<f32>, n: u64, heads: u32);
-        delta_gates_sums(partial: In<f32>, sums: Out<Self>, parts: i32, columns: i32);
     }
     gate_heads {
         gate_heads(x: In<Self>, query: In<Self>, y: Out<Self>, n: u64, head_dim: i32);
@@ -144,8 +146,6 @@ kernels! {
             key_weight: In<Self>, key_gradient: In<Self>, cos: In<f32>, sin: In<f32>, of_gated: In<Self>, mixed: In<Self>,
             of_query: Out<Self>, of_key: Out<Self>, partial: Out<f32>, n: u32, heads: u32, kv_heads: u32, query_blocks: u32,
             query_step: i32, head_dim: i32, pairs: i32, epsilon: f32, offset: f32);
-        head_transform_weights(partial: In<f32>, of_query: Out<Self>, of_key: Out<Self>, query_parts: i32, key_parts: i32,
-            head_dim: i32);
     }
     linear_log_prob {
         linear_log_prob_gradient(logits: In<f32>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
@@ -224,7 +224,6 @@ kernels! {
             epsilon: f32, offset: f32);
         rms_norm_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, dx: Out<Self>, partial: Out<f32>, n: u64,
             width: i32, epsilon: f32, offset: f32);
-        rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
     }
     route {
         route(logits: In<Self>, chosen: Out<u32>, gates: Out<f32>, n: u32, experts: u32, top_k: u32, normalize: u32);

@@ -156,7 +156,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
             let filled = |index: usize| Buffer::filled(seven, buffers[index].len());
             let (mut to_query, mut to_key) = (filled(4), filled(5));
             let (mut of_query, mut of_key) = (filled(0), filled(1));
-            let (mut of_query_weight, mut of_key_weight) = (filled(2), filled(3));
+            let mut of_weights = Buffer::filled(seven, 2 * head_dim);
             let mut partial = Buffer::filled(f32::NAN, (blocks[0] + blocks[1]) * head_dim);
             let (rows, heads, kv_heads) = (rows as u32, case.heads[0] as u32, case.heads[1] as u32);
             let (query_step, head_dim) = (case.query_step() as i32, head_dim as i32);
@@ -225,12 +225,11 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                         block: [32, 32, 1],
                         shared_bytes: 0,
                     };
-                    T::head_transform_weights(
+                    T::column_sums(
                         sums,
                         order,
                         partial.as_ptr(),
-                        of_query_weight.as_mut_ptr(),
-                        of_key_weight.as_mut_ptr(),
+                        of_weights.as_mut_ptr(),
                         blocks[0] as i32,
                         blocks[1] as i32,
                         head_dim,
@@ -238,19 +237,15 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                     .unwrap_or_else(|error| panic!("{case:?}: {error}"));
                 }
             }
-            let all = [
-                to_query,
-                to_key,
-                of_query,
-                of_key,
-                of_query_weight,
-                of_key_weight,
-            ];
-            for (found, expected) in all.iter().zip(&expected) {
+            let heads = [to_query, to_key, of_query, of_key];
+            let heads = heads.iter().map(|found| {
                 let (found, rest) = found.split_at(found.len() - behind);
+                assert!(rest.iter().all(|y| *y == seven), "{case:?}");
+                found
+            });
+            for (found, expected) in heads.chain(of_weights.chunks(case.head_dim)).zip(&expected) {
                 let found: Vec<f64> = found.iter().map(|y| y.to_f64()).collect();
                 expected.assert_close(&found, tolerance);
-                assert!(rest.iter().all(|y| *y == seven), "{case:?}");
             }
         }
     }

@@ -124,12 +124,13 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 block: [32, 32, 1],
                 shared_bytes: 0,
             };
-            T::rms_norm_weight(
+            T::column_sums(
                 sums,
                 order,
                 partial.as_ptr(),
                 dweight.as_mut_ptr(),
                 case.blocks as i32,
+                0,
                 width32,
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));

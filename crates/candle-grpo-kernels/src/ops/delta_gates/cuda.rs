@@ -2,8 +2,9 @@
 
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
-use candle_core::{Layout, Result, Storage, Tensor, bail};
+use candle_core::{Result, Storage, Tensor, bail};
 
+use crate::cuda::column_sums::column_sums;
 use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
 /// Threads per block in the forward pass, as in the kernel.
@@ -13,8 +14,6 @@ const ROWS: usize = 8;
 /// Maximum number of blocks with other rows. The gradients of the vectors are summed over the rows
 /// in a block, then over the blocks in order, so they are deterministic.
 const MAX_BLOCKS: usize = 512;
-/// Warps per block in the sum over all blocks, as in the kernel.
-const SUM_WARPS: u32 = 32;
 
 /// Returns `g` and `beta` for contiguous inputs `a` and `b` `[N, heads]`, `a_log` and `dt_bias`
 /// `[heads]` with one dtype.
@@ -80,19 +79,13 @@ pub(crate) fn backward(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Result<
         block_dim: (32, ROWS as u32, 1),
         shared_mem_bytes: 0,
     };
-    let by_columns = LaunchConfig {
-        grid_dim: (columns.div_ceil(32) as u32, 1, 1),
-        block_dim: (32, SUM_WARPS, 1),
-        shared_mem_bytes: 0,
-    };
     let (of_a, of_b, sums) = with_cuda_floats!(cuda, "a", T => {
-        // SAFETY: the kernels write every element; without rows, zeros for the sums.
+        // SAFETY: the kernel writes every element; without rows, zeros for the parts.
         #[allow(unsafe_code)]
-        let (mut of_a, mut of_b, mut partial, mut sums) = unsafe {(
+        let (mut of_a, mut of_b, mut partial) = unsafe {(
             alloc::<T>(device, n * heads)?,
             alloc::<T>(device, n * heads)?,
             alloc::<f32>(device, blocks * columns)?,
-            alloc::<T>(device, columns)?,
         )};
         // SAFETY: a, b and their gradients have n * heads elements, the vectors heads, and the
         // partial sums both vectors for each block of rows.
@@ -112,22 +105,14 @@ pub(crate) fn backward(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Result<
                 heads: heads as u32,
             }
             .launch(device, by_rows)?;
-            let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-            kernels::delta_gates_sums::<T> {
-                partial: In::new(&partial, &Layout::contiguous(blocks * columns), &stream)?,
-                sums: Out::new(&mut sums, &stream),
-                parts: blocks as i32,
-                columns: columns as i32,
-            }
-            .launch(device, by_columns)?;
         }
         (
             CudaStorage::wrap_cuda_slice(of_a, device.clone()),
             CudaStorage::wrap_cuda_slice(of_b, device.clone()),
-            CudaStorage::wrap_cuda_slice(sums, device.clone()),
+            column_sums::<T>(device, &partial, [blocks, 0], columns)?,
         )
     });
-    let sums = as_tensor(sums, &columns.into());
+    let sums = sums.get(0)?;
     Ok([
         as_tensor(of_a, inputs[0].shape()),
         as_tensor(of_b, inputs[0].shape()),

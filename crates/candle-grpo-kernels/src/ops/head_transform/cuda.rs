@@ -3,12 +3,13 @@
 use std::ops::Deref;
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, LaunchConfig};
-use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaStorage};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, LaunchConfig};
+use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::{Layout, Result, Storage, Tensor, bail};
 
 use super::{HeadGradients, HeadTransform};
-use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
+use crate::cuda::column_sums::column_sums;
+use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 use crate::ops::rms_norm::RmsNormOptions;
 
 /// Maximum head width. In the backward pass the sums of a block must fit in 48 KiB of shared
@@ -20,8 +21,6 @@ const THREADS: u32 = 256;
 /// Maximum number of blocks with query heads in the backward pass. The weight gradient is summed
 /// over the heads in a block, then over the blocks in order, so it is deterministic.
 const MAX_BLOCKS: usize = 512;
-/// Warps per block in the sum over all blocks, as in the kernel.
-const SUM_WARPS: u32 = 32;
 
 /// The heads in a launch.
 #[derive(Debug, Clone, Copy)]
@@ -79,24 +78,12 @@ impl Shape {
     }
 }
 
-/// The operations on each head.
-#[derive(Clone, Copy)]
-pub(crate) struct Transform<'a> {
-    /// Contiguous weights `[head_dim]` for queries and for keys.
-    pub(crate) weights: Option<[&'a Tensor; 2]>,
-    pub(crate) options: RmsNormOptions,
-    /// Contiguous cosines and sines `[N, pairs]`.
-    pub(crate) angles: Option<[&'a Tensor; 2]>,
-    /// Rotates by the negative angles.
-    pub(crate) back: bool,
-}
-
-/// Transforms contiguous queries, and keys with the same dtype. Without keys, the second result is
-/// empty.
+/// Transforms contiguous queries, and keys with the same dtype, or with `back` rotates by the
+/// negative angles. Without keys, the second result is empty.
 pub(crate) fn forward(
     (query, query_layout): (&CudaStorage, &Layout),
     key: Option<(&CudaStorage, &Layout)>,
-    transform: Transform,
+    (operands, back): (&Operands, bool),
     shape: Shape,
 ) -> Result<[CudaStorage; 2]> {
     shape.check()?;
@@ -109,12 +96,7 @@ pub(crate) fn forward(
     } = shape;
     let device = query.device();
     let stream = device.cuda_stream();
-    let weights = transform
-        .weights
-        .map(|both| both.map(Tensor::storage_and_layout));
-    let angles = transform
-        .angles
-        .map(|both| both.map(Tensor::storage_and_layout));
+    let (weights, angles) = (storages(&operands.weights), storages(&operands.angles));
     Ok(with_cuda_floats!(query, "query", T => {
         // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
@@ -150,9 +132,9 @@ pub(crate) fn forward(
                     query_step: shape.query_step as i32,
                     head_dim: head_dim as i32,
                     pairs: shape.pairs as i32,
-                    sign: if transform.back { -1.0 } else { 1.0 },
-                    epsilon: transform.options.epsilon as f32,
-                    offset: transform.options.offset(),
+                    sign: if back { -1.0 } else { 1.0 },
+                    epsilon: operands.options.epsilon as f32,
+                    offset: operands.options.offset(),
                 }
                 .launch(device, grid)?;
             }
@@ -179,7 +161,7 @@ pub(crate) fn apply(
     let [to_query, to_key] = forward(
         (cuda_query, queries.1),
         Some((cuda_key, keys.1)),
-        operands.transform(),
+        (&operands, false),
         shape,
     )?;
     let query_shape = (shape.n, shape.heads * shape.head_dim).into();
@@ -199,27 +181,20 @@ pub(crate) fn gradients(
 ) -> Result<HeadGradients> {
     shape.check()?;
     let operands = Operands::new(transform)?;
-    let (weights, angles) = (operands.transform().weights, operands.transform().angles);
     let contiguous = |pair: Option<[&Tensor; 2]>| pair.map(both_contiguous).transpose();
     let (heads, gated) = (contiguous(heads)?, contiguous(gated)?);
     let of_heads = both_contiguous(of_heads)?;
     let device = of_heads[0].device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let of_heads = of_heads.each_ref().map(Tensor::storage_and_layout);
-    let heads = heads
-        .as_ref()
-        .map(|both| both.each_ref().map(Tensor::storage_and_layout));
-    let gated = gated
-        .as_ref()
-        .map(|both| both.each_ref().map(Tensor::storage_and_layout));
-    let weights = weights.map(|both| both.map(Tensor::storage_and_layout));
-    let angles = angles.map(|both| both.map(Tensor::storage_and_layout));
+    let (heads, gated) = (storages(&heads), storages(&gated));
+    let (weights, angles) = (storages(&operands.weights), storages(&operands.angles));
     let Storage::Cuda(cuda) = &*of_heads[0].0 else {
         bail!("gradients: on the CPU, must be on a GPU");
     };
     let Shape { n, head_dim, .. } = shape;
     let (query_width, key_width) = (shape.heads * shape.query_step, shape.kv_heads * head_dim);
-    let (of_query, of_key, weights) = with_cuda_floats!(cuda, "gradients", T => {
+    let (of_query, of_key, of_weights) = with_cuda_floats!(cuda, "gradients", T => {
         let (threads, per_block) = shape.block(size_of::<T>());
         let [query_blocks, key_blocks] = shape.backward_blocks(per_block as usize);
         let parts = query_blocks + key_blocks;
@@ -271,11 +246,11 @@ pub(crate) fn gradients(
             }
             .launch(device, by_heads)?;
         }
-        let sum = || weight_gradients::<T>(device, partial, [query_blocks, key_blocks], head_dim);
+        let of_weights = || column_sums::<T>(device, &partial, [query_blocks, key_blocks], head_dim);
         (
             CudaStorage::wrap_cuda_slice(of_query, device.clone()),
             CudaStorage::wrap_cuda_slice(of_key, device.clone()),
-            weights.is_some().then(sum).transpose()?,
+            weights.is_some().then(of_weights).transpose()?,
         )
     });
     Ok(HeadGradients {
@@ -283,56 +258,20 @@ pub(crate) fn gradients(
             as_tensor(of_query, &(n, query_width).into()),
             as_tensor(of_key, &(n, key_width).into()),
         ],
-        weights,
+        weights: match of_weights {
+            Some(both) => Some([both.get(0)?, both.get(1)?]),
+            None => None,
+        },
     })
 }
 
-/// Sums the blocks' parts of the weight gradients for queries, then for keys.
-fn weight_gradients<T: CudaElement>(
-    device: &CudaDevice,
-    partial: CudaSlice<f32>,
-    [query_parts, key_parts]: [usize; 2],
-    head_dim: usize,
-) -> Result<[Tensor; 2]> {
-    let stream = device.cuda_stream();
-    let sums = (query_parts + key_parts) * head_dim;
-    let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-    let by_columns = LaunchConfig {
-        grid_dim: (head_dim.div_ceil(32) as u32, 2, 1),
-        block_dim: (32, SUM_WARPS, 1),
-        shared_mem_bytes: 0,
-    };
-    // SAFETY: the kernel writes every element.
-    #[allow(unsafe_code)]
-    let (mut of_query, mut of_key) =
-        unsafe { (alloc::<T>(device, head_dim)?, alloc::<T>(device, head_dim)?) };
-    // SAFETY: each part has head_dim numbers, and so has each gradient.
-    #[allow(unsafe_code)]
-    unsafe {
-        kernels::head_transform_weights::<T> {
-            partial: In::new(&partial, &Layout::contiguous(sums), &stream)?,
-            of_query: Out::new(&mut of_query, &stream),
-            of_key: Out::new(&mut of_key, &stream),
-            query_parts: query_parts as i32,
-            key_parts: key_parts as i32,
-            head_dim: head_dim as i32,
-        }
-        .launch(device, by_columns)?;
-    }
-    let vector = |sum| {
-        as_tensor(
-            CudaStorage::wrap_cuda_slice(sum, device.clone()),
-            &head_dim.into(),
-        )
-    };
-    Ok([vector(of_query), vector(of_key)])
-}
-
 /// Contiguous norm weights and angles.
-struct Operands {
-    weights: Option<[Tensor; 2]>,
-    options: RmsNormOptions,
-    angles: Option<[Tensor; 2]>,
+pub(crate) struct Operands {
+    /// `[head_dim]` for queries and for keys.
+    pub(crate) weights: Option<[Tensor; 2]>,
+    pub(crate) options: RmsNormOptions,
+    /// Cosines and sines, `[N, pairs]`.
+    pub(crate) angles: Option<[Tensor; 2]>,
 }
 
 impl Operands {
@@ -345,15 +284,12 @@ impl Operands {
             angles: transform.angles.map(both_contiguous).transpose()?,
         })
     }
+}
 
-    fn transform(&self) -> Transform<'_> {
-        Transform {
-            weights: self.weights.as_ref().map(<[_; 2]>::each_ref),
-            options: self.options,
-            angles: self.angles.as_ref().map(<[_; 2]>::each_ref),
-            back: false,
-        }
-    }
+/// The storages of two tensors.
+fn storages(pair: &Option<[Tensor; 2]>) -> Option<[(impl Deref<Target = Storage>, &Layout); 2]> {
+    let pair = pair.as_ref()?;
+    Some(pair.each_ref().map(Tensor::storage_and_layout))
 }
 
 /// Returns both tensors' elements, or null twice.

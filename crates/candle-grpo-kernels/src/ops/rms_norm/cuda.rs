@@ -6,6 +6,7 @@ use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
 use super::RmsNorm;
+use crate::cuda::column_sums::column_sums;
 use crate::cuda::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
 /// Maximum row width. The sums in the backward pass must fit in 48 KiB of shared memory, next to
@@ -15,8 +16,6 @@ pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
 /// Maximum number of blocks. The weight gradient is summed over the rows in a block, then over the
 /// blocks in order, so it is deterministic.
 const MAX_BLOCKS: usize = 512;
-/// Warps per block in the sum over all blocks, as in the kernel.
-const SUM_WARPS: u32 = 32;
 
 /// Returns the threads per row and the rows per block: part of a warp for a head's row, 256 threads
 /// for a wide row.
@@ -140,12 +139,10 @@ pub(crate) fn backward(
         candle_core::bail!("rms_norm: x left the GPU");
     };
     let (dx, dweight) = with_cuda_floats!(x_cuda, "x", T => {
-        // SAFETY: the kernels write every element; without rows, zeros for the gradient of the
-        // weight.
+        // SAFETY: the kernel writes every element; without rows, zeros for the parts.
         #[allow(unsafe_code)]
-        let (mut dx, mut dweight, mut partial) = unsafe {(
+        let (mut dx, mut partial) = unsafe {(
             alloc::<T>(device, n * width)?,
-            alloc::<T>(device, width)?,
             alloc::<f32>(device, blocks * width)?,
         )};
         let by_rows = LaunchConfig {
@@ -153,23 +150,16 @@ pub(crate) fn backward(
             block_dim: (threads, rows, 1),
             shared_mem_bytes: (rows as usize * width * size_of::<f32>()) as u32,
         };
-        let by_columns = LaunchConfig {
-            grid_dim: (width.div_ceil(32) as u32, 1, 1),
-            block_dim: (32, SUM_WARPS, 1),
-            shared_mem_bytes: 0,
-        };
-        // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial
+        // SAFETY: x, gradient and dx have n * width elements, weight width, partial
         // blocks * width. The shared memory has a row of sums per row in a block.
         #[allow(unsafe_code)]
         unsafe {
             kernels::rms_norm_backward::<T> { x: In::from_tensor(&x_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon: norm.options.epsilon as f32, offset: norm.options.offset() }.launch(device, by_rows)?;
-            let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-            kernels::rms_norm_weight::<T> { partial: In::new(&partial, &Layout::contiguous(blocks * width), &stream)?, dweight: Out::new(&mut dweight, &stream), parts: blocks as i32, width: width as i32 }.launch(device, by_columns)?;
         }
         (
             CudaStorage::wrap_cuda_slice(dx, device.clone()),
-            CudaStorage::wrap_cuda_slice(dweight, device.clone()),
+            column_sums::<T>(device, &partial, [blocks, 0], width)?,
         )
     });
-    Ok((as_tensor(dx, x.shape()), as_tensor(dweight, weight.shape())))
+    Ok((as_tensor(dx, x.shape()), dweight.get(0)?))
 }

@@ -23,13 +23,12 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<Cuda
         head_dim,
         pairs,
     };
-    let transform = head_transform::Transform {
+    let operands = head_transform::Operands {
         weights: None,
         options: RmsNormOptions::default(),
-        angles: Some([&op.cos, &op.sin]),
-        back: op.back,
+        angles: Some([op.cos.clone(), op.sin.clone()]),
     };
-    let [rotated, _] = head_transform::forward((x, layout), None, transform, shape)?;
+    let [rotated, _] = head_transform::forward((x, layout), None, (&operands, op.back), shape)?;
     Ok(rotated)
 }
 
