@@ -25,7 +25,7 @@ type DriverResult = std::result::Result<(), DriverError>;
 ///
 /// New memory does not come from the driver's pool, and is returned to the device, not to the pool.
 #[derive(Debug)]
-pub(crate) struct MappedTensor {
+struct MappedTensor {
     /// All rows that the range has. Drop takes the addresses out of it.
     tensor: Tensor,
     row_bytes: usize,
@@ -37,7 +37,7 @@ impl MappedTensor {
     /// memory.
     ///
     /// `bytes` is the largest size. The range is at least as large.
-    pub(crate) fn reserve(
+    fn reserve(
         shape: &[usize],
         dtype: DType,
         device: &Device,
@@ -65,24 +65,9 @@ impl MappedTensor {
         }))
     }
 
-    /// The tensor. Only rows with memory may be read or written.
-    pub(crate) fn tensor(&self) -> &Tensor {
-        &self.tensor
-    }
-
-    /// Bytes of memory for this many rows.
-    pub(crate) fn bytes(&self, rows: usize) -> usize {
-        (rows * self.row_bytes).next_multiple_of(self.range.granularity)
-    }
-
-    /// The smallest number of rows whose memory has no rest.
-    pub(crate) fn rows_without_rest(&self) -> usize {
-        crate::rows_without_rest(self.row_bytes, self.range.granularity)
-    }
-
     /// Gives memory to the rows before `rows`, and zeroes those from `first`. After an error, no
     /// more rows have memory than before.
-    pub(crate) fn grow(&mut self, first: usize, rows: usize) -> Result<()> {
+    fn grow(&mut self, first: usize, rows: usize) -> Result<()> {
         let there = self.range.mapped;
         let bytes = rows.saturating_mul(self.row_bytes);
         if bytes > self.range.bytes {
@@ -101,7 +86,7 @@ impl MappedTensor {
 
     /// Takes the memory of the rows from `rows`, except what is mapped together with earlier ones.
     /// Waits for the work on the stream.
-    pub(crate) fn shrink(&mut self, rows: usize) -> Result<()> {
+    fn shrink(&mut self, rows: usize) -> Result<()> {
         self.range.unmap(rows * self.row_bytes).w()
     }
 }
@@ -121,6 +106,68 @@ impl Drop for MappedTensor {
             });
             Ok(())
         });
+    }
+}
+
+/// Two tensors with the same number of rows, such as keys and values.
+#[derive(Debug)]
+pub(crate) struct MappedPair([MappedTensor; 2]);
+
+impl MappedPair {
+    /// Like [`MappedTensor::reserve`], for rows of each shape. `bytes` is the largest size of each.
+    pub(crate) fn reserve(
+        shapes: [&[usize]; 2],
+        dtype: DType,
+        device: &Device,
+        bytes: usize,
+    ) -> Result<Option<Self>> {
+        let reserve = |shape| MappedTensor::reserve(shape, dtype, device, bytes);
+        Ok(match reserve(shapes[0])? {
+            None => None,
+            Some(first) => reserve(shapes[1])?.map(|second| Self([first, second])),
+        })
+    }
+
+    /// The tensors. Only rows with memory may be read or written.
+    pub(crate) fn tensors(&self) -> [Tensor; 2] {
+        self.0.each_ref().map(|mapped| mapped.tensor.clone())
+    }
+
+    /// Bytes of memory for this many rows.
+    pub(crate) fn bytes(&self, rows: usize) -> usize {
+        let of = |mapped: &MappedTensor| {
+            (rows * mapped.row_bytes).next_multiple_of(mapped.range.granularity)
+        };
+        self.0.iter().map(of).sum()
+    }
+
+    /// The smallest number of rows for which the memory of the first tensor has no rest.
+    pub(crate) fn rows_without_rest(&self) -> usize {
+        let [
+            MappedTensor {
+                row_bytes, range, ..
+            },
+            _,
+        ] = &self.0;
+        crate::rows_without_rest(*row_bytes, range.granularity)
+    }
+
+    /// Gives memory to the rows before `rows`, and zeroes those from `first`. After an error, no
+    /// more rows have memory than before.
+    pub(crate) fn grow(&mut self, first: usize, rows: usize) -> Result<()> {
+        let [a, b] = &mut self.0;
+        a.grow(first, rows)?;
+        if let Err(error) = b.grow(first, rows) {
+            a.shrink(first)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Takes the memory of the rows from `rows`, except what is mapped together with earlier ones.
+    /// Waits for the work on the stream.
+    pub(crate) fn shrink(&mut self, rows: usize) -> Result<()> {
+        self.0.iter_mut().try_for_each(|mapped| mapped.shrink(rows))
     }
 }
 

@@ -250,7 +250,7 @@ impl PagedCache {
         sequence.inherited = sequence.spans.len();
         if let Some(from) = sequence.slot {
             let to = self.take_slot()?;
-            for states in self.layers.iter().filter_map(Layer::states) {
+            for states in self.all_states() {
                 states.copy(from, to)?;
             }
             sequence.slot = Some(to);
@@ -279,8 +279,7 @@ impl PagedCache {
     /// same decoder. Addresses and recorded steps remain. Returns false if pages or states do not
     /// grow in place.
     pub(crate) fn empty(&mut self) -> Result<bool> {
-        let mut states = self.layers.iter().filter_map(Layer::states);
-        if self.block.is_none() || !states.all(DeltaStates::grow_in_place) {
+        if self.block.is_none() || !self.states_grow_in_place() {
             return Ok(false);
         }
         #[cfg(feature = "cuda")]
@@ -336,7 +335,7 @@ impl PagedCache {
     pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
         if self.has_states && self.get(id)?.slot.is_none() {
             let slot = self.take_slot()?;
-            for states in self.layers.iter().filter_map(Layer::states) {
+            for states in self.all_states() {
                 states.clear(slot)?;
             }
             if let Some(sequence) = self.sequences.get_mut(&id.0) {
@@ -441,8 +440,7 @@ impl PagedCache {
         };
         let mut wanted = allocated;
         if needed.slots > allocated.slots {
-            let mut states = self.layers.iter().filter_map(Layer::states);
-            wanted.slots = if states.all(DeltaStates::grow_in_place) {
+            wanted.slots = if self.states_grow_in_place() {
                 slots_in_place(needed.slots)
             } else {
                 needed.slots.next_power_of_two().max(FIRST_SLOTS)
@@ -488,6 +486,15 @@ impl PagedCache {
         grown.map(|()| true)
     }
 
+    /// The states of all layers that have some.
+    fn all_states(&self) -> impl Iterator<Item = &DeltaStates> {
+        self.layers.iter().filter_map(Layer::states)
+    }
+
+    fn states_grow_in_place(&self) -> bool {
+        self.all_states().all(DeltaStates::grow_in_place)
+    }
+
     fn allocated(&self) -> PagesAndSlots {
         PagesAndSlots {
             pages: self.holders.len(),
@@ -497,8 +504,10 @@ impl PagedCache {
 
     /// Bytes for this many pages and slots.
     fn bytes_of(&self, count: PagesAndSlots) -> usize {
-        let states = self.layers.iter().filter_map(Layer::states);
-        let of_states: usize = states.map(|states| states.bytes(count.slots)).sum();
+        let of_states: usize = self
+            .all_states()
+            .map(|states| states.bytes(count.slots))
+            .sum();
         count.pages * self.page_bytes + of_states
     }
 

@@ -9,8 +9,8 @@ use candle_core::{DType, Device, Result, Shape, Storage, Tensor, bail};
 use super::{SlotRows, StateBatch};
 use crate::cuda::argument::Argument;
 use crate::cuda::in_place::write;
-use crate::cuda::mapped::MappedTensor;
-use crate::cuda::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use crate::cuda::mapped::MappedPair;
+use crate::cuda::{In, NO_SLOT, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::ops::causal_conv::cuda as causal_conv;
 use crate::ops::gated_delta_rule::cuda as gated_delta_rule;
 use crate::{DeltaHeads, cuda_memory};
@@ -126,16 +126,16 @@ pub(crate) fn reserve(
     heads: DeltaHeads,
     taps: usize,
     device: &Device,
-) -> Result<Option<[MappedTensor; 2]>> {
+) -> Result<Option<MappedPair>> {
     // Both together take at most all of the memory.
     let most = cuda_memory(device)?.total;
-    let state = [heads.value_heads, heads.key_dim, heads.value_dim];
-    let window = [taps - 1, heads.width()];
-    let reserve = |shape: &[usize]| MappedTensor::reserve(shape, DType::F32, device, most);
-    Ok(match reserve(&state)? {
-        None => None,
-        Some(states) => reserve(&window)?.map(|windows| [states, windows]),
-    })
+    let state: &[usize] = &[heads.value_heads, heads.key_dim, heads.value_dim];
+    MappedPair::reserve(
+        [state, &[taps - 1, heads.width()]],
+        DType::F32,
+        device,
+        most,
+    )
 }
 
 /// Copies a slot of contiguous f32 `tensor` to another.
@@ -172,9 +172,6 @@ fn with_slots(
         operation(*elements.bits(), bytes, stream.cu_stream())
     })
 }
-
-/// The slot of a sequence without a state, as in `slots.cuh`.
-const NO_SLOT: u32 = u32::MAX;
 
 /// Returns the table's numbers for `count` sequences. Those after `sequences` have a row and no
 /// state.

@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
 #[cfg(feature = "cuda")]
-use crate::cuda::mapped::MappedTensor;
+use crate::cuda::mapped::MappedPair;
 use crate::ops::causal_conv;
 use crate::ops::gated_delta_rule::{GatedDeltaRule, check, is_fused};
 use crate::precision::arithmetic_dtype;
@@ -56,7 +56,7 @@ pub struct DeltaStates {
     len: usize,
     /// The memory of `states` and `windows`, if slots grow in place.
     #[cfg(feature = "cuda")]
-    mapped: Option<Box<[MappedTensor; 2]>>,
+    mapped: Option<Box<MappedPair>>,
 }
 
 /// A sequence's next rows.
@@ -142,11 +142,12 @@ impl DeltaStates {
             && taps > 1
             && let Some(mapped) = cuda::reserve(heads, taps, device)?
         {
+            let [states, windows] = mapped.tensors();
             let mut new = Self {
                 heads,
                 dtype,
-                states: mapped[0].tensor().clone(),
-                windows: mapped[1].tensor().clone(),
+                states,
+                windows,
                 len: 0,
                 mapped: Some(Box::new(mapped)),
             };
@@ -199,7 +200,7 @@ impl DeltaStates {
     pub fn bytes(&self, slots: usize) -> usize {
         #[cfg(feature = "cuda")]
         if let Some(mapped) = &self.mapped {
-            return mapped.iter().map(|part| part.bytes(slots)).sum();
+            return mapped.bytes(slots);
         }
         let elements = |tensor: &Tensor| tensor.dims()[1..].iter().product::<usize>();
         let of_slot: usize = self.tensors().map(elements).iter().sum();
@@ -220,12 +221,8 @@ impl DeltaStates {
             );
         }
         #[cfg(feature = "cuda")]
-        if let Some([states, windows]) = self.mapped.as_deref_mut() {
-            states.grow(self.len, slots)?;
-            if let Err(error) = windows.grow(self.len, slots) {
-                states.shrink(self.len)?;
-                return Err(error);
-            }
+        if let Some(mapped) = &mut self.mapped {
+            mapped.grow(self.len, slots)?;
             self.len = slots;
             return Ok(());
         }
@@ -257,7 +254,7 @@ impl DeltaStates {
         #[cfg(feature = "cuda")]
         if let Some(mapped) = &mut self.mapped {
             self.len = slots;
-            return mapped.iter_mut().try_for_each(|part| part.shrink(slots));
+            return mapped.shrink(slots);
         }
         bail!("slots: do not grow in place, must do so to be removed")
     }

@@ -7,13 +7,11 @@ use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use super::{KeyValuePages, PAGE, PART, PageSlot, PagedBatch, PagedRow, groups, partial_elements};
 use crate::cpu::with_element;
 use crate::cuda::in_place::write as write_in_place;
-use crate::cuda::mapped::MappedTensor;
-use crate::cuda::{CudaElement, In, Out, alloc, as_tensor, kernels, with_cuda_floats};
+use crate::cuda::mapped::MappedPair;
+use crate::cuda::{CudaElement, In, NO_SLOT, Out, alloc, as_tensor, kernels, with_cuda_floats};
 use crate::ops::delta_states::cuda as delta_states;
 use crate::{HeadTransform, RmsNormOptions, Scores, SlotRows, StateBatch, cuda_memory};
 
-/// A row that writes nothing, as in `slots.cuh`.
-const NO_SLOT: u32 = u32::MAX;
 /// Maximum rows in a unit.
 const UNIT_ROWS: usize = 32;
 /// Fewest span reads that units must save. With eight key heads of 128 elements in bf16, these are
@@ -491,14 +489,11 @@ pub(crate) fn reserve(
     head_dim: usize,
     dtype: DType,
     device: &Device,
-) -> Result<Option<[MappedTensor; 2]>> {
+) -> Result<Option<MappedPair>> {
     // Keys and values have the same size, so each has at most half of the memory.
     let most = cuda_memory(device)?.total / 2;
-    let reserve = || MappedTensor::reserve(&[kv_heads, PAGE, head_dim], dtype, device, most);
-    Ok(match reserve()? {
-        None => None,
-        Some(keys) => reserve()?.map(|values| [keys, values]),
-    })
+    let page: &[usize] = &[kv_heads, PAGE, head_dim];
+    MappedPair::reserve([page, page], dtype, device, most)
 }
 
 /// Writes keys and values to a batch's slots. With queries, transforms them and the keys, and

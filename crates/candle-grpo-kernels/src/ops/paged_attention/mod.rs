@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor,
 
 use crate::cpu::{slice, with_element, with_floats};
 #[cfg(feature = "cuda")]
-use crate::cuda::mapped::MappedTensor;
+use crate::cuda::mapped::MappedPair;
 use crate::{HeadTransform, Scores, check, path};
 
 /// Positions per page: a multiple of every vector width.
@@ -44,7 +44,7 @@ pub struct KeyValuePages {
     values: Tensor,
     /// Keys and values, if they grow in place.
     #[cfg(feature = "cuda")]
-    mapped: Option<Box<[MappedTensor; 2]>>,
+    mapped: Option<Box<MappedPair>>,
 }
 
 /// A part of a sequence in one page.
@@ -254,10 +254,11 @@ impl KeyValuePages {
             && head_dim <= MAX_HEAD_DIM
             && let Some(mapped) = cuda::reserve(kv_heads, head_dim, dtype, device)?
         {
+            let [keys, values] = mapped.tensors();
             let mut new = Self {
                 len: 0,
-                keys: mapped[0].tensor().clone(),
-                values: mapped[1].tensor().clone(),
+                keys,
+                values,
                 mapped: Some(Box::new(mapped)),
             };
             new.grow(pages)?;
@@ -304,7 +305,7 @@ impl KeyValuePages {
     pub fn pages_in_place(&self) -> Option<usize> {
         #[cfg(feature = "cuda")]
         if let Some(mapped) = &self.mapped {
-            return Some(mapped[0].rows_without_rest());
+            return Some(mapped.rows_without_rest());
         }
         None
     }
@@ -323,12 +324,8 @@ impl KeyValuePages {
             );
         }
         #[cfg(feature = "cuda")]
-        if let Some([keys, values]) = self.mapped.as_deref_mut() {
-            keys.grow(self.len, pages)?;
-            if let Err(error) = values.grow(self.len, pages) {
-                keys.shrink(self.len)?;
-                return Err(error);
-            }
+        if let Some(mapped) = &mut self.mapped {
+            mapped.grow(self.len, pages)?;
             self.len = pages;
             return Ok(());
         }
@@ -360,7 +357,7 @@ impl KeyValuePages {
         #[cfg(feature = "cuda")]
         if let Some(mapped) = &mut self.mapped {
             self.len = pages;
-            return mapped.iter_mut().try_for_each(|part| part.shrink(pages));
+            return mapped.shrink(pages);
         }
         bail!("pages: do not grow in place, must do so to be removed")
     }
