@@ -107,8 +107,7 @@ template <typename T> __device__ __forceinline__ Heads<T> either(bool is_query, 
 }
 
 template <typename T> __device__ __forceinline__ bool is_aligned_by_head(const Heads<T> &heads) {
-    return is_aligned(heads.from) && is_aligned(heads.weight) && is_aligned(heads.to) && heads.from_step % PACK<T> == 0 &&
-           heads.to_step % PACK<T> == 0;
+    return is_aligned(heads.from) && is_aligned(heads.weight) && is_aligned(heads.to);
 }
 
 template <int count, typename T>

@@ -6,8 +6,9 @@ use candle_grpo_kernels::{
 };
 use candle_grpo_test_support::{assert_close, cases, devices, gradient, message, numbers};
 use proptest::prelude::*;
+use rstest::rstest;
 
-use crate::layout::layouts;
+use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
 use crate::twin::{noisy, rounding};
 
@@ -121,6 +122,94 @@ fn expected(
     Ok([found, gradients.collect::<Result<_>>()?])
 }
 
+/// Row and head counts, widths and layouts.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    kv_heads: usize,
+    group: usize,
+    pairs: usize,
+    layouts: [Layout; 3],
+    seed: u64,
+}
+
+/// Compares results and gradients on every device with plain operations in f64.
+fn check(sizes: Sizes, options: Options, dtype: DType) -> Result<()> {
+    let Sizes {
+        rows,
+        kv_heads,
+        group,
+        pairs,
+        layouts,
+        seed,
+    } = sizes;
+    let Options {
+        norms,
+        head_dim,
+        has_gates,
+        ..
+    } = options;
+    let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype);
+    // Not near 0, where the derivative of a norm is huge.
+    let input = |layout: usize, width: usize, salt| -> Result<Tensor> {
+        let x = noise(&[rows, width], salt, dtype)?;
+        layouts[layout].apply(&((&x * 3.0)? + (x.sign()? * 0.5)?)?)
+    };
+    let parts = if has_gates { 2 } else { 1 };
+    let query_width = kv_heads * group * head_dim;
+    let on_cpu = Inputs {
+        query: input(0, parts * query_width, 1)?,
+        key: input(1, kv_heads * head_dim, 2)?,
+        weights: [noise(&[head_dim], 3, dtype)?, noise(&[head_dim], 4, dtype)?],
+        angles: [
+            noise(&[rows, pairs], 5, DType::F32)?,
+            noise(&[rows, pairs], 6, DType::F32)?,
+        ],
+        mixed: noise(&[rows, query_width], 7, dtype)?,
+    };
+    let gradients = [
+        layouts[2].apply(&noise(&[rows, query_width], 8, dtype)?)?,
+        noise(&[rows, kv_heads * head_dim], 9, dtype)?,
+        noise(&[rows, query_width], 10, dtype)?,
+    ];
+    let [results, of_inputs] = expected(&on_cpu, options, gradients.each_ref())?;
+    for device in devices() {
+        let inputs = on_cpu.to(dtype, device)?;
+        let [of_query, of_key, of_gated] = {
+            let [a, b, c] = gradients.each_ref().map(|x| x.to_device(device));
+            [a?, b?, c?]
+        };
+        let transform = inputs.transform(inputs.weights.each_ref(), options);
+        let heads = [&inputs.query, &inputs.key];
+        let mut found = transform.apply(heads)?.to_vec();
+        if has_gates {
+            found.push(gate_heads(&inputs.mixed, &inputs.query, head_dim)?);
+        }
+        assert_eq!(found.len(), results.len());
+        for (found, expected) in found.iter().zip(&results) {
+            assert!(!found.track_op() && found.dtype() == dtype);
+            assert_close(&numbers(found)?, expected, 3.0 * rounding(dtype));
+        }
+
+        let gated = has_gates.then_some([&of_gated, &inputs.mixed]);
+        let is_kept = has_gates || norms.is_some();
+        let alone = transform.gradients(is_kept.then_some(heads), [&of_query, &of_key], gated)?;
+        assert_eq!(alone.weights.is_some(), norms.is_some());
+        let all = alone.heads.iter().chain(alone.weights.iter().flatten());
+        // The sums over all heads have a larger error.
+        let tolerances = [8.0, 8.0, 24.0, 24.0].map(|times| times * rounding(dtype));
+        for ((found, expected), tolerance) in all.zip(&of_inputs).zip(tolerances) {
+            assert!(!found.track_op() && found.dtype() == dtype);
+            assert_close(&numbers(found)?, expected, tolerance);
+        }
+        if has_gates {
+            let of_mixed = gate_heads(&of_gated, &inputs.query, head_dim)?;
+            assert_close(&numbers(&of_mixed)?, &of_inputs[4], 3.0 * rounding(dtype));
+        }
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(32, 256)))]
     #[test]
@@ -143,69 +232,42 @@ proptest! {
         layouts in [layouts(), layouts(), layouts()],
         seed in any::<u64>(),
     ) {
-        let head_dim = 2 * pairs + rest;
         let options = Options {
             norms: norms.map(|is_offset| RmsNormOptions { epsilon: 1e-3, is_offset }),
             rotates,
-            head_dim,
+            head_dim: 2 * pairs + rest,
             has_gates,
         };
-        let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype);
-        // Not near 0, where the derivative of a norm is huge.
-        let input = |layout: usize, width: usize, salt| -> Result<Tensor> {
-            let x = noise(&[rows, width], salt, dtype)?;
-            layouts[layout].apply(&((&x * 3.0)? + (x.sign()? * 0.5)?)?)
-        };
-        let parts = if has_gates { 2 } else { 1 };
-        let query_width = kv_heads * group * head_dim;
-        let on_cpu = Inputs {
-            query: input(0, parts * query_width, 1)?,
-            key: input(1, kv_heads * head_dim, 2)?,
-            weights: [noise(&[head_dim], 3, dtype)?, noise(&[head_dim], 4, dtype)?],
-            angles: [noise(&[rows, pairs], 5, DType::F32)?, noise(&[rows, pairs], 6, DType::F32)?],
-            mixed: noise(&[rows, query_width], 7, dtype)?,
-        };
-        let gradients = [
-            layouts[2].apply(&noise(&[rows, query_width], 8, dtype)?)?,
-            noise(&[rows, kv_heads * head_dim], 9, dtype)?,
-            noise(&[rows, query_width], 10, dtype)?,
-        ];
-        let [results, of_inputs] = expected(&on_cpu, options, gradients.each_ref())?;
-        for device in devices() {
-            let inputs = on_cpu.to(dtype, device)?;
-            let [of_query, of_key, of_gated] = {
-                let [a, b, c] = gradients.each_ref().map(|x| x.to_device(device));
-                [a?, b?, c?]
-            };
-            let transform = inputs.transform(inputs.weights.each_ref(), options);
-            let heads = [&inputs.query, &inputs.key];
-            let mut found = transform.apply(heads)?.to_vec();
-            if has_gates {
-                found.push(gate_heads(&inputs.mixed, &inputs.query, head_dim)?);
-            }
-            prop_assert_eq!(found.len(), results.len());
-            for (found, expected) in found.iter().zip(&results) {
-                prop_assert!(!found.track_op() && found.dtype() == dtype);
-                assert_close(&numbers(found)?, expected, 3.0 * rounding(dtype));
-            }
-
-            let gated = has_gates.then_some([&of_gated, &inputs.mixed]);
-            let is_kept = has_gates || norms.is_some();
-            let alone = transform.gradients(is_kept.then_some(heads), [&of_query, &of_key], gated)?;
-            prop_assert_eq!(alone.weights.is_some(), norms.is_some());
-            let all = alone.heads.iter().chain(alone.weights.iter().flatten());
-            // The sums over all heads have a larger error.
-            let tolerances = [8.0, 8.0, 24.0, 24.0].map(|times| times * rounding(dtype));
-            for ((found, expected), tolerance) in all.zip(&of_inputs).zip(tolerances) {
-                prop_assert!(!found.track_op() && found.dtype() == dtype);
-                assert_close(&numbers(found)?, expected, tolerance);
-            }
-            if has_gates {
-                let of_mixed = gate_heads(&of_gated, &inputs.query, head_dim)?;
-                assert_close(&numbers(&of_mixed)?, &of_inputs[4], 3.0 * rounding(dtype));
-            }
-        }
+        check(Sizes { rows, kv_heads, group, pairs, layouts, seed }, options, dtype)?;
     }
+}
+
+/// Heads that are loaded in packs, as those of Qwen3 and Qwen3.5, and element by element.
+#[rstest]
+fn heads_of_each_kind_equal_plain_operations(
+    #[values((64, 0), (32, 192), (5, 1))] (pairs, rest): (usize, usize),
+    #[values(None, Some(false), Some(true))] norms: Option<bool>,
+    #[values(false, true)] has_gates: bool,
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> Result<()> {
+    let options = Options {
+        norms: norms.map(|is_offset| RmsNormOptions {
+            epsilon: 1e-3,
+            is_offset,
+        }),
+        rotates: true,
+        head_dim: 2 * pairs + rest,
+        has_gates,
+    };
+    let sizes = Sizes {
+        rows: 5,
+        kv_heads: 2,
+        group: 2,
+        pairs,
+        layouts: [Layout::Contiguous; 3],
+        seed: 3,
+    };
+    check(sizes, options, dtype)
 }
 
 /// In a graph, the operators run one after the other.
